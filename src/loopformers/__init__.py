@@ -1,0 +1,66 @@
+"""Looped transformer language models: train, run, evaluate and study them.
+
+The public names are imported on first use, so `import loopformers` loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from loopformers import registration
+from loopformers.errors import (
+    CacheError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LoopformersError,
+    MissingExtraError,
+    NonFiniteError,
+)
+from loopformers.schedule import Schedule
+
+if TYPE_CHECKING:
+    from loopformers.model.cache import LoopedCache
+    from loopformers.model.config import LoopConfig
+    from loopformers.model.convert import from_official
+    from loopformers.model.modeling import LoopedForCausalLM, LoopedModel
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "LoopConfig": "loopformers.model.config",
+    "LoopedCache": "loopformers.model.cache",
+    "LoopedForCausalLM": "loopformers.model.modeling",
+    "LoopedModel": "loopformers.model.modeling",
+    "from_official": "loopformers.model.convert",
+}
+
+__all__ = [
+    "CacheError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "LoopConfig",
+    "LoopedCache",
+    "LoopedForCausalLM",
+    "LoopedModel",
+    "LoopformersError",
+    "MissingExtraError",
+    "NonFiniteError",
+    "Schedule",
+    "from_official",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'loopformers' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])
+
+
+registration.install()

@@ -1,0 +1,62 @@
+"""The errors of this package.
+
+Every error that a user can cause is a `LoopformersError`; its text states the value, the rule it breaks and the remedy.
+Each also derives from the built-in exception that a caller would expect, so `except ValueError` keeps working.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CacheError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "LoopformersError",
+    "MissingExtraError",
+    "NonFiniteError",
+    "unknown_name",
+]
+
+
+class LoopformersError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(LoopformersError, ValueError):
+    """A configuration, an argument or a combination of them is not legal."""
+
+
+class CheckpointError(LoopformersError, ValueError):
+    """A checkpoint is truncated, foreign, or does not fit the model."""
+
+
+class CacheError(LoopformersError, RuntimeError):
+    """A cache is used in a way that would make decoding inexact."""
+
+
+class DataError(LoopformersError, ValueError):
+    """Data are missing, empty or too short for what is asked of them."""
+
+
+class NonFiniteError(LoopformersError, ArithmeticError):
+    """A loss or a gradient is not finite."""
+
+
+class MissingExtraError(LoopformersError, ImportError):
+    """A feature needs an optional dependency that is not installed."""
+
+
+def unknown_name(what: str, value: object, allowed: Iterable[str]) -> str:
+    """Return the text for a value outside a closed set, with the nearest legal name where one is near.
+
+    Example:
+        >>> unknown_name("preset", "ftl", ["flt", "lt"])
+        "preset='ftl' is not known; did you mean 'flt'? Choose one of: flt, lt"
+    """
+    names = sorted(allowed)
+    near = difflib.get_close_matches(str(value), names, n=1)
+    hint = f" did you mean {near[0]!r}?" if near else ""
+    return f"{what}={value!r} is not known;{hint} {'Choose' if near else 'choose'} one of: {', '.join(names)}"

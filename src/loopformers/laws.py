@@ -1,0 +1,104 @@
+"""Laws: how training draws the schedules of a run.
+
+A draw is a pure function of (seed, step, microbatch), so that every rank draws the same plan and a resumed run draws
+what the uninterrupted one would have. Laws are values; this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal, Protocol, assert_never, get_args
+
+from loopformers.errors import ConfigError, unknown_name
+from loopformers.schedule import Schedule, check_num_loops
+
+__all__ = ["SHORT_SAMPLERS", "Fixed", "Law", "LoopPlan", "ShortSampler", "ShortTrajectory", "derive_rng"]
+
+ShortSampler = Literal["sequential", "uniform"]
+SHORT_SAMPLERS: tuple[str, ...] = get_args(ShortSampler)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """What one microbatch runs: the long trajectory and, for shortcut consistency, a short one."""
+
+    long: Schedule
+    short: Schedule | None = None
+
+
+class Law(Protocol):
+    """Draws the plan of a microbatch."""
+
+    def plan(self, *, seed: int, step: int, microbatch: int = 0) -> LoopPlan:
+        """Return the plan; equal arguments give equal plans, on every machine."""
+        ...
+
+
+def derive_rng(purpose: str, *key: int) -> random.Random:
+    """Return a generator that depends on the purpose and the key alone, whatever was drawn before."""
+    return random.Random(":".join([purpose, *map(str, key)]))
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Always `num_loops` uniform steps."""
+
+    num_loops: int
+
+    def __post_init__(self) -> None:
+        check_num_loops(self.num_loops)
+
+    def plan(self, *, seed: int, step: int, microbatch: int = 0) -> LoopPlan:
+        """Return the same plan for every microbatch."""
+        return LoopPlan(long=Schedule.uniform(self.num_loops))
+
+
+@dataclass(frozen=True, slots=True)
+class ShortTrajectory:
+    """T uniform steps, and a shorter trajectory beside them (LoopFormer, arXiv 2602.11451, section 3.2).
+
+    M is uniform on 1..T-1; then a schedule of M steps on multiples of 1/T is drawn by `sampler`:
+
+    - `sequential`, the released code's: one step size after the other, uniform among those that leave 1/T for each
+      later step. It favours coarse-first schedules strongly (T = 8, M = 4: (5,1,1,1) twelve times as often as (2,2,2,2)).
+    - `uniform`: uniform over all C(T-1, M-1) schedules.
+
+    With `passes_only` the short trajectory is M equal passes, as fixed-depth models with early exit are trained.
+    """
+
+    num_loops: int
+    sampler: ShortSampler = "sequential"
+    passes_only: bool = False
+
+    def __post_init__(self) -> None:
+        if check_num_loops(self.num_loops) < 2:
+            raise ConfigError(
+                f"num_loops={self.num_loops} leaves no shorter trajectory to draw; shortcut consistency needs at least 2 loops"
+            )
+        if self.sampler not in SHORT_SAMPLERS:
+            raise ConfigError(unknown_name("short_sampler", self.sampler, SHORT_SAMPLERS))
+
+    def plan(self, *, seed: int, step: int, microbatch: int = 0) -> LoopPlan:
+        """Return T uniform steps and the short trajectory of this microbatch."""
+        rng = derive_rng("short-trajectory", seed, step, microbatch)
+        return LoopPlan(long=Schedule.uniform(self.num_loops), short=self.draw(rng))
+
+    def draw(self, rng: random.Random) -> Schedule:
+        """Draw one short trajectory."""
+        num_short = rng.randint(1, self.num_loops - 1)
+        if self.passes_only:
+            return Schedule.uniform(num_short)
+        match self.sampler:
+            case "sequential":
+                left, numerators = self.num_loops, []
+                for later in range(num_short - 1, 0, -1):
+                    numerators.append(rng.randint(1, left - later))
+                    left -= numerators[-1]
+                numerators.append(left)
+            case "uniform":
+                cuts = sorted(rng.sample(range(1, self.num_loops), num_short - 1))
+                numerators = [b - a for a, b in zip([0, *cuts], [*cuts, self.num_loops], strict=True)]
+            case _:
+                assert_never(self.sampler)
+        return Schedule(tuple(numerators), self.num_loops)

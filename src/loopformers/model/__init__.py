@@ -1,0 +1,1 @@
+"""The model: configuration, presets, cache, transformers face, conversion of official checkpoints."""

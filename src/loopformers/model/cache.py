@@ -1,0 +1,225 @@
+"""The exact cache: one row of keys and values for each (stage, layer, loop), valid for one schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from loopformers.errors import CacheError
+from loopformers.nn.layer import Modulation
+from loopformers.recurrence.slots import Stage
+from loopformers.schedule import Schedule
+
+if TYPE_CHECKING:
+    from loopformers.model.config import LoopConfig
+
+__all__ = ["LoopedCache", "SlotLayer"]
+
+FIRST_CAPACITY = 64
+"""Tokens that a row has room for at first; it doubles from there."""
+
+
+@dataclass(slots=True)
+class Extent:
+    """How many tokens are cached: one number for all rows, advanced by the model's forward alone, once per call."""
+
+    num_tokens: int = 0
+
+
+class SlotLayer(CacheLayerMixin):
+    """One row: keys and values of one layer in one loop, (batch, heads, tokens, dim), in a buffer that doubles.
+
+    New tokens are written behind `extent.num_tokens`, whatever the buffer holds there, so a forward that failed half-way
+    leaves no trace.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, extent: Extent) -> None:
+        super().__init__()
+        self.extent = extent
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Note dtype and device; buffers are made by `update`."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append the new tokens and return all: (batch, heads, tokens, dim) twice."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states)
+        self.keys = self._append(self.keys, key_states)
+        self.values = self._append(self.values, value_states)
+        total = self.extent.num_tokens + key_states.shape[-2]
+        return self.keys[..., :total, :], self.values[..., :total, :]
+
+    def _append(self, buffer: Tensor | None, new: Tensor) -> Tensor:
+        start = self.extent.num_tokens
+        total = start + new.shape[-2]
+        if torch.is_grad_enabled() and (new.requires_grad or (buffer is not None and buffer.requires_grad)):
+            return new if buffer is None else torch.cat([buffer[..., :start, :], new], dim=-2)  # writing in place would break autograd
+        if buffer is None or buffer.shape[-2] < total:
+            capacity = max(total, FIRST_CAPACITY, 2 * (0 if buffer is None else buffer.shape[-2]))
+            grown = new.new_empty(*new.shape[:-2], capacity, new.shape[-1])
+            if buffer is not None:
+                grown[..., :start, :] = buffer[..., :start, :]
+            buffer = grown
+        buffer[..., start:total, :] = new
+        return buffer
+
+    def change_rows(self, change: Any) -> None:
+        """Replace the tokens that count by `change(tokens)`, a function of (batch, heads, tokens, dim)."""
+        if self.keys is not None and self.values is not None:
+            self.keys = change(self.keys[..., : self.extent.num_tokens, :])
+            self.values = change(self.values[..., : self.extent.num_tokens, :])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the rows of these beams."""
+        self.change_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+
+    def get_seq_length(self) -> int:
+        """Return the number of cached tokens."""
+        return self.extent.num_tokens
+
+    def get_max_length(self) -> int:
+        """Return -1: no maximum."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """Return -1: no maximum (older transformers' name)."""
+        return -1
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Return the number of keys that a query of this length sees, and their offset."""
+        new = query_length if isinstance(query_length, int) else len(query_length)
+        return self.extent.num_tokens + new, 0
+
+
+class LoopedCache(Cache):
+    """Keys and values of a run, row by row, and what they depend on: the schedule, the padding and the positions.
+
+    Exact for any fixed schedule: decoding with it equals the full forward. The schedule is fixed by the first call; any
+    other on a live cache raises CacheError, because its loops would read rows that other step sizes have written.
+
+    Args:
+        config: Configuration of the model.
+
+    Example:
+        >>> import torch
+        >>> from loopformers import LoopConfig, LoopedForCausalLM
+        >>> config = LoopConfig.from_preset("flt", hidden_size=32, num_hidden_layers=2, num_loops=3, vocab_size=11)
+        >>> model = LoopedForCausalLM(config).eval()
+        >>> cache = model.new_cache()
+        >>> _ = model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+        >>> cache.get_seq_length(), len(cache), str(cache.schedule)
+        (3, 6, '1/3,1/3,1/3')
+    """
+
+    def __init__(self, config: LoopConfig) -> None:
+        super().__init__(layers=[])
+        self.layout = config.slot_layout
+        self.extent = Extent()
+        self.schedule: Schedule | None = None
+        self.valid: Tensor | None = None
+        self.positions: Tensor | None = None
+        self.modulations: list[list[Modulation]] | None = None
+
+    def begin(self, schedule: Schedule, batch_size: int) -> None:
+        """Fix the schedule and batch size on the first call, and check them on every other.
+
+        Raises:
+            CacheError: The cache holds another schedule or another batch size.
+        """
+        if self.extent.num_tokens == 0:
+            if schedule != self.schedule:
+                self.modulations = None
+            self.schedule = schedule
+            return
+        if schedule != self.schedule:
+            raise CacheError(
+                f"schedule={str(schedule)!r} on a cache that holds {self.extent.num_tokens} tokens of schedule "
+                f"{str(self.schedule)!r}: its rows depend on the step sizes; go on with that schedule, or start a new cache "
+                "with model.new_cache()"
+            )
+        if self.positions is not None and len(self.positions) != batch_size:
+            raise CacheError(
+                f"a batch of {batch_size} on a cache of {len(self.positions)} rows; give as many rows as the cache holds, or "
+                "change it with batch_repeat_interleave or batch_select_indices"
+            )
+
+    def slot(self, stage: Stage, layer_idx: int, loop_idx: int = 0) -> SlotLayer:
+        """Return the row of a layer in a loop."""
+        return self.row(self.layout.slot(stage, layer_idx, loop_idx))
+
+    def row(self, slot: int) -> SlotLayer:
+        """Return a row by its number."""
+        while len(self.layers) <= slot:
+            self.layers.append(SlotLayer(self.extent))
+        return self.layers[slot]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append to a row by its number; transformers' name for `row(layer_idx).update(..)`."""
+        return self.row(layer_idx).update(key_states, value_states)
+
+    def advance(self, positions: Tensor, valid: Tensor | None) -> None:
+        """Count the new tokens; the model's forward calls it once, when all rows are written.
+
+        Args:
+            positions: Positions of the new tokens, (batch, new).
+            valid: True for text and False for padding, of all tokens, (batch, tokens); None: no padding.
+        """
+        self.positions = positions if self.positions is None else torch.cat([self.positions, positions], dim=1)
+        self.valid = valid
+        self.extent.num_tokens += positions.shape[1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of cached tokens, the same for every row."""
+        return self.extent.num_tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens to forget; a positive number is the length to keep, as older
+                transformers call it.
+        """
+        keep = self.extent.num_tokens + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
+        if not 0 <= keep:
+            raise CacheError(f"crop({tokens_to_remove}) of a cache of {self.extent.num_tokens} tokens: there are not that many")
+        self.extent.num_tokens = min(keep, self.extent.num_tokens)
+        self._change_bookkeeping(lambda rows: rows[:, : self.extent.num_tokens])
+
+    def reset(self) -> None:
+        """Forget everything, the schedule too."""
+        self.layers.clear()
+        self.extent.num_tokens = 0
+        self.schedule = self.valid = self.positions = self.modulations = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the rows of these beams."""
+        super().reorder_cache(beam_idx)
+        self._change_bookkeeping(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence."""
+        for layer in self.layers:
+            layer.change_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
+        self._change_bookkeeping(lambda rows: rows.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences."""
+        for layer in self.layers:
+            layer.change_rows(lambda rows: rows[indices])
+        self._change_bookkeeping(lambda rows: rows[indices])
+
+    def _change_bookkeeping(self, change: Any) -> None:
+        self.positions = None if self.positions is None else change(self.positions)
+        self.valid = None if self.valid is None else change(self.valid)

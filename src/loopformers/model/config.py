@@ -1,0 +1,315 @@
+"""LoopConfig: everything that shapes a looped model, as one validated transformers configuration."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from transformers import PreTrainedConfig
+
+from loopformers.errors import ConfigError, unknown_name
+from loopformers.laws import SHORT_SAMPLERS, Fixed, Law, ShortSampler, ShortTrajectory
+from loopformers.model.costs import Costs
+from loopformers.model.presets import preset_fields
+from loopformers.nn.conditioning import CONDITIONINGS, ConditioningKind
+from loopformers.nn.init import INIT_SCHEMES, MODULATION_INITS, InitScheme, ModulationInit
+from loopformers.nn.mlp import ACTIVATIONS, Activation
+from loopformers.objectives import OBJECTIVES
+from loopformers.objectives.shortcut import CONSISTENCY_TARGETS, ConsistencyTarget
+from loopformers.recurrence.injection import INJECTIONS
+from loopformers.recurrence.slots import SlotLayout, Stage
+from loopformers.recurrence.stream import STREAMS
+from loopformers.schedule import Schedule, check_num_loops
+
+__all__ = ["LoopConfig"]
+
+
+class LoopConfig(Costs, PreTrainedConfig):
+    """Configuration of a looped model: stack x recurrence x conditioning, and the objective it is trained with.
+
+    Unknown fields are refused. Sizes left at None are derived, and stored as derived.
+
+    Example:
+        >>> config = LoopConfig.from_preset("flt", hidden_size=64, num_attention_heads=2, num_loops=4, vocab_size=97)
+        >>> config.injection, config.head_dim, str(config.resolve_schedule(num_loops=2))
+        ('query_all', 32, '1/2,1/2')
+    """
+
+    model_type = "loopformers"
+    keys_to_ignore_at_inference = ("past_key_values", "cache", "loop_states", "residual_norms", "loss_parts")
+
+    vocab_size: int = 2048
+    """Number of tokens."""
+    pad_vocab_size_multiple: int | None = None
+    """Embedding and head have rows up to a multiple of this; logits are cut back to vocab_size. None: no padding."""
+    hidden_size: int = 384
+    """d, width of the residual stream."""
+    intermediate_size: int | None = None
+    """Width of the MLP; None: 4 d."""
+    num_hidden_layers: int = 6
+    """N, unique layers of the looped stack."""
+    num_prelude_layers: int = 0
+    """Layers before the loop, run once."""
+    num_coda_layers: int = 0
+    """Layers after the loop, run once."""
+    num_loops: int = 12
+    """T, loops the model is trained with and runs by default."""
+
+    num_attention_heads: int | None = None
+    """Query heads; None: one for every 128 of the width, rounded up."""
+    num_key_value_heads: int | None = None
+    """Key and value heads; None: as many as query heads."""
+    head_dim: int | None = None
+    """Size of a head; None: hidden_size / num_attention_heads."""
+    kv_lora_rank: int | None = None
+    """Width of the latent of multi-head latent attention; None: ordinary keys and values."""
+    qk_norm: bool = True
+    """Whether queries and keys are RMS-normed per head."""
+    window_pattern: str = "L"
+    """S (sliding window) or L (full attention) by layer, repeated over prelude, core and coda; the last is always L."""
+    sliding_window: int | None = None
+    """Width of the sliding window in tokens; None: a quarter of max_position_embeddings."""
+
+    position_embedding: Literal["rotary", "learned"] = "rotary"
+    """How the model knows positions."""
+    max_position_embeddings: int = 1024
+    """Training length; with learned positions also the longest input."""
+    rope_theta: float = 10000.0
+    """Base of rotary frequencies."""
+    rope_table_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision that rotary tables are rounded to; FLT's released code rounds to bfloat16."""
+
+    hidden_act: Activation = "relu2"
+    """MLP: gelu (exact), relu2 (squared ReLU) or swiglu."""
+    rms_norm_eps: float | None = None
+    """Epsilon of every norm; None: machine epsilon of the dtype, torch's default."""
+    learned_norms: Literal["none", "final", "all"] = "none"
+    """Which norms have weights."""
+    tie_word_embeddings: bool = False
+    """Whether the head is the embedding."""
+    final_logit_softcapping: float | None = None
+    """c in c tanh(logits / c); None: no cap."""
+
+    stream: str = "inputs"
+    """Where loops after the first start: state, inputs_plus_state or inputs."""
+    injection: str = "query_all"
+    """What layers see of the previous state: none, query_first, query_all or residual_all."""
+    loop_norm: bool = True
+    """Whether each loop starts from a normed stream and closes with a norm; False chains raw states."""
+    conditioning: ConditioningKind = "none"
+    """What a loop is told: none, loop_index (0, 1, ..), time (t) or time_and_step (t and its step size)."""
+    time_scale: float = 1.0
+    """Factor on t and step size before their frequency embedding."""
+
+    objective: str = "last_loop"
+    """What labels train in training mode: last_loop, last_third, every_loop or shortcut_consistency."""
+    short_sampler: ShortSampler = "sequential"
+    """How shortcut consistency draws its short trajectory: sequential (the released code) or uniform."""
+    short_weight: float = 0.1
+    """Weight of the short trajectory's cross entropy."""
+    consistency_weight: float = 0.1
+    """Weight of the consistency term."""
+    consistency_target: ConsistencyTarget = "hidden"
+    """What the short trajectory is pulled to: the long one's final hidden state or its logits."""
+    loop_seed: int = 0
+    """Seed of the draws of short trajectories."""
+
+    init_scheme: InitScheme = "flt"
+    """flt or loopformer, see nn/init.py."""
+    modulation_init: ModulationInit = "open"
+    """zero, normal or open, see nn/init.py."""
+    initializer_range: float = 0.02
+    """Standard deviation of the loopformer scheme and of the conditioning."""
+    use_cache: bool = True
+    """Whether generation caches keys and values."""
+    bos_token_id: int | None = None
+    """Token that a text starts with."""
+    eos_token_id: int | list[int] | None = None
+    """Token that a text ends with."""
+    pad_token_id: int | None = None
+    """Token that batches are padded with."""
+
+    def __init__(self, **fields: Any) -> None:
+        own = {name: default for name, default in vars(LoopConfig).items() if name in LoopConfig.__annotations__}
+        if unknown := sorted(fields.keys() - own.keys() - _INHERITED_FIELDS):
+            raise ConfigError(unknown_name("field", unknown[0], own))
+        for name, default in own.items():
+            setattr(self, name, fields.pop(name, default))
+        super().__init__(**fields)
+        self.check()
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides: Any) -> LoopConfig:
+        """Return the configuration of a system, at its paper's size unless overridden.
+
+        Args:
+            name: `lt lt-input lt-query flt-residual flt`, `base base-loop base-loop-exit tmlt tmlt-exit loopformer`, or
+                `elastic-flt`.
+            overrides: Any field.
+
+        Raises:
+            ConfigError: Unknown preset or field, or a combination that is not legal.
+        """
+        return cls(**preset_fields(name, overrides))
+
+    # -- rules -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Fill in derived sizes and raise ConfigError at the first rule that is broken."""
+        for name in _COUNTS:
+            self._check_count(name, at_least=0 if name in ("num_prelude_layers", "num_coda_layers") else 1)
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(unknown_name(name, getattr(self, name), allowed))
+        check_num_loops(self.num_loops)
+        self._check_heads()
+        self._check_window()
+        self._check_numbers()
+        self._check_training()
+
+    def _check_count(self, name: str, *, at_least: int) -> None:
+        value = getattr(self, name)
+        if value is None and name in _OPTIONAL:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least {at_least}")
+
+    def _check_heads(self) -> None:
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        if self.num_attention_heads is None:
+            self.num_attention_heads = -(-self.hidden_size // 128)
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                nearest = self.num_attention_heads * max(1, round(self.hidden_size / self.num_attention_heads))
+                raise ConfigError(
+                    f"hidden_size={self.hidden_size} does not split into num_attention_heads={self.num_attention_heads} "
+                    f"equal heads; the nearest size that does is {nearest}, or give head_dim"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.num_attention_heads % self.num_key_value_heads:
+            divisors = [n for n in range(1, self.num_attention_heads + 1) if self.num_attention_heads % n == 0]
+            raise ConfigError(
+                f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads="
+                f"{self.num_attention_heads}; choose one of {divisors}"
+            )
+        if self.position_embedding == "rotary" and self.head_dim % 2:
+            raise ConfigError(
+                f"head_dim={self.head_dim} must be even with rotary positions, which turn pairs of channels; "
+                "change hidden_size or num_attention_heads"
+            )
+
+    def _check_window(self) -> None:
+        if not self.window_pattern or set(self.window_pattern) - set("SL"):
+            raise ConfigError(
+                f"window_pattern={self.window_pattern!r} must be a string of S (sliding) and L (full), such as 'SSSL'"
+            )
+        if self.sliding_window is None and "S" in self.window_pattern:
+            self.sliding_window = max(1, self.max_position_embeddings // 4)
+
+    def _check_numbers(self) -> None:
+        for name in ("rope_theta", "time_scale", "initializer_range"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be positive")
+        for name in ("rms_norm_eps", "final_logit_softcapping"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be positive, or null for none")
+        for name in ("short_weight", "consistency_weight"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 0")
+
+    def _check_training(self) -> None:
+        if self.objective == "shortcut_consistency" and self.num_loops < 2:
+            raise ConfigError(
+                f"objective='shortcut_consistency' with num_loops={self.num_loops} leaves no shorter trajectory to train; "
+                "use num_loops >= 2 or objective='last_loop'"
+            )
+        if self.conditioning != "none" and self.modulation_init == "zero" and self.init_scheme == "flt":
+            raise ConfigError(
+                "modulation_init='zero' with init_scheme='flt' never trains: gates and output projections are both zero, so "
+                "both gradients are; use modulation_init='open' or init_scheme='loopformer'"
+            )
+
+    # -- what follows from the fields --------------------------------------------------------------------------
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of embedding and head."""
+        multiple = self.pad_vocab_size_multiple or 1
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def slot_layout(self) -> SlotLayout:
+        """How a cache numbers its rows."""
+        return SlotLayout(self.num_prelude_layers, self.num_hidden_layers, self.num_coda_layers)
+
+    @property
+    def understands_time(self) -> bool:
+        """Whether runs of unequal step sizes mean anything to this model."""
+        return self.conditioning in ("time", "time_and_step")
+
+    @property
+    def law(self) -> Law:
+        """How the objective draws what a microbatch runs."""
+        if self.objective != "shortcut_consistency":
+            return Fixed(self.num_loops)
+        return ShortTrajectory(self.num_loops, self.short_sampler, passes_only=not self.understands_time)
+
+    def window(self, stage: Stage, layer_idx: int) -> int | None:
+        """Return the sliding window of a layer in tokens, or None for full attention."""
+        offset = {"prelude": 0, "core": self.num_prelude_layers, "coda": self.num_prelude_layers + self.num_hidden_layers}
+        position = offset[stage] + layer_idx
+        is_last = position == self.num_prelude_layers + self.num_hidden_layers + self.num_coda_layers - 1
+        slides = self.window_pattern[position % len(self.window_pattern)] == "S" and not is_last
+        return self.sliding_window if slides else None
+
+    def resolve_schedule(self, num_loops: int | None = None, schedule: Any = None) -> Schedule:
+        """Return the run that these arguments ask for; by default T uniform steps.
+
+        Args:
+            num_loops: M uniform steps for a model that knows time, M passes otherwise.
+            schedule: Anything that `Schedule.parse` reads.
+
+        Raises:
+            ConfigError: Not a legal schedule, or unequal steps for a model that does not know time.
+        """
+        run = Schedule.parse(schedule, num_loops=num_loops, grid=self.num_loops)
+        if not run.is_uniform and not self.understands_time:
+            raise ConfigError(
+                f"schedule={str(run)!r} has unequal steps, and a model with conditioning={self.conditioning!r} does not know "
+                f"step sizes; give num_loops={run.num_loops} instead, or train with conditioning='time_and_step'"
+            )
+        return run
+
+
+_COUNTS = (
+    "vocab_size", "pad_vocab_size_multiple", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_prelude_layers", "num_coda_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_rank",
+    "sliding_window", "max_position_embeddings",
+)  # fmt: skip
+_OPTIONAL = {
+    "pad_vocab_size_multiple", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "kv_lora_rank", "sliding_window",
+}  # fmt: skip
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "position_embedding": ("rotary", "learned"),
+    "rope_table_dtype": ("float32", "bfloat16"),
+    "hidden_act": ACTIVATIONS,
+    "learned_norms": ("none", "final", "all"),
+    "stream": tuple(STREAMS),
+    "injection": tuple(INJECTIONS),
+    "conditioning": CONDITIONINGS,
+    "objective": tuple(OBJECTIVES),
+    "short_sampler": SHORT_SAMPLERS,
+    "consistency_target": CONSISTENCY_TARGETS,
+    "init_scheme": INIT_SCHEMES,
+    "modulation_init": MODULATION_INITS,
+}
+_INHERITED_FIELDS = {
+    # What transformers itself writes into a config.json or passes through from_pretrained, in its whole range.
+    "architectures", "attn_implementation", "auto_map", "chunk_size_feed_forward", "dtype", "experts_implementation",
+    "id2label", "is_encoder_decoder", "label2id", "model_type", "name_or_path", "num_labels", "output_attentions",
+    "output_hidden_states", "problem_type", "quantization_config", "return_dict", "torch_dtype", "transformers_version",
+    "_commit_hash", "_name_or_path",
+}  # fmt: skip

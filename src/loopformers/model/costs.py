@@ -1,0 +1,121 @@
+"""What a looped model costs: parameters, floating-point operations, cache bytes, each with the run as an argument.
+
+A multiplication and an addition count as two operations, matrix products and attention scores alone are counted (what
+torch's FlopCounterMode counts), and attention counts the whole square, as kernels without block skipping compute it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from loopformers.schedule import Schedule
+
+if TYPE_CHECKING:
+    from loopformers.model.config import LoopConfig
+
+__all__ = ["Costs"]
+
+BACKWARD_FACTOR = 2
+"""A backward pass costs two forward passes: one for each operand's gradient."""
+
+
+class Costs:
+    """The cost methods of LoopConfig."""
+
+    def parameter_groups(self) -> dict[str, int]:
+        """Return the number of parameters by part of the model."""
+        c = cast("LoopConfig", self)
+        d = c.hidden_size
+        layer = self._layer_matrix_parameters() + (2 * d if c.learned_norms == "all" else 0)
+        embedders = {"none": 0, "loop_index": 1, "time": 1, "time_and_step": 2}[c.conditioning]
+        modulation = c.num_hidden_layers * (4 * d * d + 4 * d) if embedders else 0
+        return {
+            "embedding": c.padded_vocab_size * d,
+            "positions": c.max_position_embeddings * d if c.position_embedding == "learned" else 0,
+            "prelude": c.num_prelude_layers * layer,
+            "core": c.num_hidden_layers * layer,
+            "coda": c.num_coda_layers * layer,
+            "conditioning": embedders * (256 * d + d + d * d + d) + modulation,
+            "norm": d if c.learned_norms != "none" else 0,
+            "head": 0 if c.tie_word_embeddings else c.padded_vocab_size * d,
+        }
+
+    def num_parameters(self) -> int:
+        """Return the number of parameters; a tied matrix counts once."""
+        return sum(self.parameter_groups().values())
+
+    def forward_flops(self, *, batch_size: int = 1, seq_len: int, num_loops: int | None = None, schedule: Any = None) -> int:
+        """Return the operations of one forward pass over `batch_size` sequences of `seq_len` tokens.
+
+        Args:
+            batch_size: Sequences.
+            seq_len: Tokens in each.
+            num_loops: Budget M; default T.
+            schedule: Or a schedule.
+        """
+        c = cast("LoopConfig", self)
+        run = c.resolve_schedule(num_loops, schedule)
+        head = 2 * c.hidden_size * c.padded_vocab_size * batch_size * seq_len
+        return head + self._trunk_flops(run, batch_size, seq_len)
+
+    def flops_per_token(self, num_loops: int | None = None, *, seq_len: int, schedule: Any = None) -> float:
+        """Return the operations of a forward pass over one sequence of `seq_len` tokens, per token."""
+        return self.forward_flops(seq_len=seq_len, num_loops=num_loops, schedule=schedule) / seq_len
+
+    def training_flops(
+        self, *, batch_size: int = 1, seq_len: int, num_loops: int | None = None, short: Schedule | None = None
+    ) -> float:
+        """Return the operations of one forward and backward pass of the objective, both trajectories counted.
+
+        Without `short`, shortcut consistency counts the mean over M = 1..T-1 of its short trajectory.
+        """
+        c = cast("LoopConfig", self)
+        run = c.resolve_schedule(num_loops)
+        head = 2 * c.hidden_size * c.padded_vocab_size * batch_size * seq_len
+        forward = float(self._trunk_flops(run, batch_size, seq_len))
+        match c.objective:
+            case "every_loop" | "last_third":
+                first = 0 if c.objective == "every_loop" else 2 * run.num_loops // 3
+                extra = run.num_loops - first - 1
+                forward += (extra + 1) * head + extra * self._once_flops(c.num_coda_layers, batch_size, seq_len)
+            case "shortcut_consistency":
+                shorts = [short] if short is not None else [Schedule.uniform(m) for m in range(1, run.num_loops)]
+                costs = [self._trunk_flops(s, batch_size, seq_len) for s in shorts]
+                forward += 2 * head + (sum(costs) / len(costs) if costs else 0)
+            case _:
+                forward += head
+        return (1 + BACKWARD_FACTOR) * forward
+
+    def training_flops_per_token(self, num_loops: int | None = None, *, seq_len: int) -> float:
+        """Return `training_flops` of one sequence, per token."""
+        return self.training_flops(seq_len=seq_len, num_loops=num_loops) / seq_len
+
+    def kv_bytes_per_token(self, num_loops: int | None = None, *, bytes_per_element: int = 2) -> int:
+        """Return what one cached token of one sequence takes; latent attention keeps the latent alone."""
+        c = cast("LoopConfig", self)
+        loops = c.resolve_schedule(num_loops).num_loops
+        numbers = c.kv_lora_rank or 2 * cast(int, c.num_key_value_heads) * cast(int, c.head_dim)
+        return c.slot_layout.num_slots(loops) * numbers * bytes_per_element
+
+    def _layer_matrix_parameters(self) -> int:
+        c = cast("LoopConfig", self)
+        d = c.hidden_size
+        queries, keys = cast(int, c.num_attention_heads) * cast(int, c.head_dim), cast(int, c.num_key_value_heads) * cast(int, c.head_dim)
+        key_value = 2 * d * keys if c.kv_lora_rank is None else c.kv_lora_rank * (d + 2 * keys)
+        mlp = (3 if c.hidden_act == "swiglu" else 2) * d * cast(int, c.intermediate_size)
+        return 2 * d * queries + key_value + mlp
+
+    def _once_flops(self, num_layers: int, batch_size: int, seq_len: int) -> int:
+        c = cast("LoopConfig", self)
+        matrices = 2 * self._layer_matrix_parameters() * batch_size * seq_len
+        scores = 4 * cast(int, c.num_attention_heads) * cast(int, c.head_dim) * batch_size * seq_len * seq_len
+        return num_layers * (matrices + scores)
+
+    def _trunk_flops(self, run: Schedule, batch_size: int, seq_len: int) -> int:
+        c = cast("LoopConfig", self)
+        d, loops = c.hidden_size, run.num_loops
+        layers = c.num_prelude_layers + c.num_coda_layers + c.num_hidden_layers * loops
+        embedders = {"none": 0, "loop_index": 1, "time": 1, "time_and_step": 2}[c.conditioning]
+        modulation = 2 * c.num_hidden_layers * 4 * d * d if embedders else 0
+        conditioning = loops * (embedders * 2 * (256 * d + d * d) + modulation)
+        return self._once_flops(layers, batch_size, seq_len) + conditioning

@@ -1,0 +1,1 @@
+"""Blocks that have never heard of loops."""

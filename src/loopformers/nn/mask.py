@@ -1,0 +1,43 @@
+"""Attention masks: causal, padded, windowed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["attention_mask"]
+
+
+def attention_mask(
+    valid: Tensor | None, *, num_queries: int, num_keys: int, window: int | None, device: torch.device
+) -> Tensor | None:
+    """Return which key each query sees, or None where plain causal attention says the same.
+
+    The queries are the last `num_queries` of the `num_keys` tokens. A key is visible when it is no padding and
+    `0 <= query - key < window`, counted in tokens. Every query sees itself, so that a padding row has something to
+    attend to and yields no NaN; no other row ever sees a padding key.
+
+    Args:
+        valid: True for text and False for padding, (batch, num_keys); None: no padding.
+        num_queries: Tokens that attend.
+        num_keys: Tokens that are attended to, cached ones included.
+        window: Width of the sliding window in tokens; None: unlimited.
+        device: Where to build it.
+
+    Returns:
+        Booleans (batch or 1, 1, num_queries, num_keys), or None.
+    """
+    windowed = window is not None and window < num_keys
+    if valid is not None and bool(valid.all()):
+        valid = None
+    if valid is None and not windowed and num_queries in (1, num_keys):
+        return None
+    keys = torch.arange(num_keys, device=device)
+    distance = keys[num_keys - num_queries :, None] - keys[None, :]
+    visible = distance >= 0
+    if windowed:
+        visible &= distance < window
+    visible = visible[None, None]
+    if valid is not None:
+        visible = (visible & valid[:, None, None, :]) | (distance == 0)
+    return visible

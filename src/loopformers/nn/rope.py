@@ -1,0 +1,44 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), halves convention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["apply_rotary", "rotary_tables"]
+
+
+def rotary_tables(
+    positions: Tensor, *, head_dim: int, theta: float, table_dtype: torch.dtype, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of every position's angles `p * theta^(-2k / head_dim)`.
+
+    Angles are computed in float32, whatever the model's dtype, and recomputed in each call: there is no table to grow,
+    cast or save.
+
+    Args:
+        positions: Token positions, (batch, seq), integers.
+        head_dim: Size of a head; even.
+        theta: Base of the geometric series of frequencies.
+        table_dtype: Precision that the tables are rounded to (FLT's released code: bfloat16).
+        dtype: Precision that they are returned in.
+
+    Returns:
+        Two tensors (batch, 1, seq, head_dim / 2), ready to broadcast over heads.
+    """
+    channels = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    frequencies = 1.0 / (theta ** (channels / head_dim))
+    angles = positions[:, None, :, None].float() * frequencies
+    return angles.cos().to(table_dtype).to(dtype), angles.sin().to(table_dtype).to(dtype)
+
+
+def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the halves of each head: `y1 = x1 cos + x2 sin`, `y2 = -x1 sin + x2 cos`.
+
+    Args:
+        x: Queries or keys, (batch, heads, seq, head_dim).
+        tables: What `rotary_tables` returned for their positions.
+    """
+    cos, sin = tables
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)

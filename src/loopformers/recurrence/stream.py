@@ -1,0 +1,68 @@
+"""Stream starts: what the residual stream of a loop is made of.
+
+Add one: write a class with this contract and enter it in `STREAMS`; it may own parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+__all__ = ["STREAMS", "Carry", "Inputs", "InputsPlusState", "Norm", "Stream"]
+
+Norm = Callable[[Tensor], Tensor]
+
+
+class Stream(nn.Module):
+    """Contract: where the loops after the first start. The first starts from `norm(inputs)` in all of them.
+
+    Args:
+        hidden_size: Width of the stream.
+        norm: Norm at the start of a loop; the identity in models that chain raw states.
+    """
+
+    def __init__(self, hidden_size: int, norm: Norm) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, inputs: Tensor, state: Tensor | None, step_size: float) -> Tensor:
+        """Return the stream at the start of a loop.
+
+        Args:
+            inputs: Embeddings, or the prelude's output, not normed, (batch, seq, dim).
+            state: State after the previous loop, same shape; None in the first loop.
+            step_size: Δ of this loop.
+        """
+        return self.norm(inputs) if state is None else self.restart(inputs, state, step_size)
+
+    def restart(self, inputs: Tensor, state: Tensor, step_size: float) -> Tensor:
+        """Return the stream at the start of a loop after the first."""
+        raise NotImplementedError
+
+
+class Carry(Stream):
+    """`x = h`: a loop goes on where the last one ended (LT; the LoopFormer family)."""
+
+    def restart(self, inputs: Tensor, state: Tensor, step_size: float) -> Tensor:
+        """Return the state."""
+        return state
+
+
+class InputsPlusState(Stream):
+    """`x = norm(e + h)`, `e` not normed: input injection (LT_i)."""
+
+    def restart(self, inputs: Tensor, state: Tensor, step_size: float) -> Tensor:
+        """Return the normed sum."""
+        return self.norm(inputs + state)
+
+
+class Inputs(Stream):
+    """`x = norm(e)`: every loop starts over, and the state comes in by the injection alone (LT_ia, FLT_res, FLT)."""
+
+    def restart(self, inputs: Tensor, state: Tensor, step_size: float) -> Tensor:
+        """Return the normed inputs."""
+        return self.norm(inputs)
+
+
+STREAMS: dict[str, type[Stream]] = {"state": Carry, "inputs_plus_state": InputsPlusState, "inputs": Inputs}

@@ -1,0 +1,52 @@
+"""The loop: `(r_i, h_i) = L(e, h_{i-1}, i)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+__all__ = ["Checkpoint", "Loop", "Observer", "unroll"]
+
+Loop = Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
+"""(inputs, previous state or None, loop index) -> (residual stream before the closing norm, state)."""
+
+Checkpoint = Callable[..., tuple[Tensor, Tensor]]
+"""`torch.utils.checkpoint.checkpoint` or its like: (function, *arguments) -> the function's value."""
+
+
+class Observer(Protocol):
+    """Sees every loop of a run; the way in for diagnostics and analysis."""
+
+    def __call__(self, loop_idx: int, residual: Tensor, state: Tensor) -> None:
+        """Look at the residual stream before the closing norm and at the state, (batch, seq, dim) each."""
+        ...
+
+
+def unroll(
+    loop: Loop, inputs: Tensor, num_loops: int, *, checkpoint: Checkpoint | None = None, observer: Observer | None = None
+) -> Tensor:
+    """Run `loop` and return the last state.
+
+    With a checkpoint each loop keeps its inputs alone and is run again in the backward pass. Everything that a loop
+    depends on is passed to it by value, so the second run sees the state that the first one saw; a loop that closed over
+    a changing `state` would see the final one, and its gradients would be wrong while the loss is right.
+
+    Args:
+        loop: One pass through the stack.
+        inputs: What every loop may see, (batch, seq, dim).
+        num_loops: How often, at least 1.
+        checkpoint: How to save activations; None: keep them all.
+        observer: Called after each loop.
+    """
+    state: Tensor | None = None
+    for loop_idx in range(num_loops):
+        if checkpoint is None:
+            residual, state = loop(inputs, state, loop_idx)
+        else:
+            residual, state = checkpoint(loop, inputs, state, loop_idx)
+        if observer is not None:
+            observer(loop_idx, residual, state)
+    assert state is not None, "a schedule has at least one loop"
+    return state
