@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from loopformers import LoopConfig, LoopedForCausalLM
 from loopformers.errors import ConfigError
+from loopformers.model.presets import PRESETS
 from loopformers.training.lr_schedules import ConstantThenLinear
 from loopformers.training.optimizers import (
     CompositeOptimizer,
@@ -76,6 +78,23 @@ def test_each_parameter_is_in_exactly_one_group(tied: bool) -> None:
     assert [p is model.embed_tokens.weight for p in groups["embedding"]] == [True]
     assert ("head" in groups) is (not tied)
     assert [p is model.layers[0]["up_proj"].weight for p in groups["matrices"]] == [True]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_each_parameter_of_every_preset_is_in_exactly_one_group(preset: str) -> None:
+    sizes = {"vocab_size": 29, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2}
+    config = LoopConfig.from_preset(preset, num_hidden_layers=2, num_prelude_layers=1, num_coda_layers=1, **sizes)
+    model = LoopedForCausalLM(config)
+    names = {id(p): name for name, p in model.named_parameters()}
+    for settings in (MuonAdamW(), DecayedAdamW()):
+        placed = [id(p) for group in settings.build(model).param_groups for p in group["params"]]
+        assert sorted(placed) == sorted(names)
+    groups = {name: {names[id(p)] for p in params} for name, params in flt_parameter_groups(model).items()}
+    assert groups["embedding"] == {"model.embed_tokens.weight"}
+    assert groups.get("head", set()) == (set() if config.tie_word_embeddings else {"lm_head.weight"})
+    assert len(groups["matrices"]) == 6 * 4  # q, k, v, o, up and down of two core, one prelude and one coda layer
+    assert all(".self_attn." in name or ".mlp." in name for name in groups["matrices"])
+    assert not any("_proj" in name for name in groups.get("other", ()))
 
 
 def test_frozen_parameters_are_left_out() -> None:
