@@ -1,0 +1,292 @@
+"""Documents to one stream of token ids, and the stream to windows of equal length without padding.
+
+The stream does not depend on the length of a window, so it is made once for a corpus and a tokenizer, kept on disk and
+memory-mapped. Windows are cut from it one after the other; what is shorter than a window at its end is dropped and
+counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import huggingface_hub.constants
+import numpy as np
+import numpy.typing as npt
+from datasets import Dataset
+from tokenizers import Tokenizer
+
+from loopformers.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["PackedTokens", "TokenArray", "TokenStream", "pack_documents", "pack_tokens", "tokenize_documents"]
+
+TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+CACHE_FORMAT = 1
+"""Part of every fingerprint: raise it when the stream of the same input changes."""
+
+BATCH_CHARACTERS = 1 << 21
+"""Characters tokenised together, which bounds memory; one longer document makes a batch of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStream:
+    """The tokens of documents, `<|endoftext|>` after each.
+
+    Attributes:
+        tokens: (num_tokens,) ids, memory-mapped read-only; uint16 where the vocabulary fits, else uint32.
+        num_documents: Number of documents, which is the number of `<|endoftext|>` added.
+        num_characters: Characters (code points) of their texts.
+        num_bytes: UTF-8 bytes of their texts.
+        path: Where `tokens` lives on disk.
+    """
+
+    tokens: TokenArray
+    num_documents: int
+    num_characters: int
+    num_bytes: int
+    path: Path
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, `<|endoftext|>` included."""
+        return len(self.tokens)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_stream, (self.path,)  # a worker process maps the file again: pickling the array would copy it
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTokens:
+    """A stream cut into windows: a map-style dataset for `transformers.Trainer` and its default collator.
+
+    Item i is `{"input_ids", "labels"}`, two int64 arrays (seq_len,) of the tokens i * seq_len to (i + 1) * seq_len - 1.
+    Labels equal the inputs, as in transformers: the model shifts them, so a window has seq_len - 1 targets.
+
+    Args:
+        stream: The tokens.
+        seq_len: Tokens in a window.
+
+    Raises:
+        ConfigError: `seq_len` is below 2, which leaves no target.
+        DataError: The stream is shorter than one window.
+    """
+
+    stream: TokenStream
+    seq_len: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seq_len, bool) or not isinstance(self.seq_len, int) or self.seq_len < 2:
+            raise ConfigError(f"seq_len={self.seq_len!r} must be a whole number of at least 2: a token and its target")
+        if self.seq_len > self.stream.num_tokens:
+            raise DataError(
+                f"seq_len={self.seq_len} is longer than the data: {self.stream.num_documents} document(s) of "
+                f"{self.stream.num_tokens} tokens fill no window; give more text or a smaller seq_len"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the stream: windows and dropped tail."""
+        return self.stream.num_tokens
+
+    @property
+    def num_windows(self) -> int:
+        """Number of windows."""
+        return self.num_tokens // self.seq_len
+
+    @property
+    def num_dropped_tokens(self) -> int:
+        """Number of tokens at the end of the stream that fill no window."""
+        return self.num_tokens % self.seq_len
+
+    @property
+    def num_targets(self) -> int:
+        """Number of tokens that are predicted: all of each window but its first."""
+        return self.num_windows * (self.seq_len - 1)
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return self.stream.num_documents
+
+    @property
+    def windows(self) -> TokenArray:
+        """(num_windows, seq_len) all windows, a view of the stream."""
+        packed = self.stream.tokens[: self.num_windows * self.seq_len]
+        return cast(TokenArray, packed.reshape(self.num_windows, self.seq_len))
+
+    @property
+    def dropped_tokens(self) -> TokenArray:
+        """(num_dropped_tokens,) the tail that fills no window, a view of the stream."""
+        return self.stream.tokens[self.num_windows * self.seq_len :]
+
+    def __len__(self) -> int:
+        return self.num_windows
+
+    def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64]]:
+        window = self.windows[index].astype(np.int64)
+        return {"input_ids": window, "labels": window.copy()}
+
+
+def pack_documents(
+    documents: Dataset,
+    tokenizer: PreTrainedTokenizerFast,
+    seq_len: int,
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> PackedTokens:
+    """Tokenise documents and cut them into windows of `seq_len` tokens, in their order.
+
+    Args:
+        documents: Records with `text`.
+        tokenizer: A fast tokenizer with an eos token.
+        seq_len: Tokens in a window, at least 2.
+        cache_dir: Where the tokens are kept. None: `loopformers/tokens` in the Hugging Face cache (`HF_HOME`).
+
+    Raises:
+        ConfigError: `seq_len` is below 2.
+        DataError: As in `tokenize_documents`, or fewer tokens than one window.
+    """
+    return pack_tokens(tokenize_documents(documents, tokenizer, cache_dir=cache_dir), seq_len)
+
+
+def pack_tokens(stream: TokenStream, seq_len: int) -> PackedTokens:
+    """Cut a stream into windows of `seq_len` tokens: `PackedTokens(stream, seq_len)`."""
+    return PackedTokens(stream, seq_len)
+
+
+def tokenize_documents(
+    documents: Dataset, tokenizer: PreTrainedTokenizerFast, *, cache_dir: str | os.PathLike[str] | None = None
+) -> TokenStream:
+    """Tokenise documents into one stream, or open the stream that an earlier call left for the same ones.
+
+    The tokenizer adds nothing, whatever its template says: the eos token after each document is the only addition. A
+    special token spelled out in a text is text, so no document can forge its end.
+
+    Args:
+        documents: Records with `text`.
+        tokenizer: A fast tokenizer with an eos token; it is left as it is.
+        cache_dir: Where the tokens are kept. None: `loopformers/tokens` in the Hugging Face cache (`HF_HOME`).
+
+    Raises:
+        DataError: No documents, no column `text`, a tokenizer without eos token or backend, or a cache that cannot be
+            written.
+    """
+    if "text" not in documents.column_names:
+        raise DataError(
+            f"the documents have the columns {', '.join(documents.column_names)}, and no text; rename the column of "
+            "the text, or read them with load_documents(source, text_column=...)"
+        )
+    if len(documents) == 0:
+        raise DataError("there are 0 documents to tokenise, and a stream needs at least one; check the source")
+    name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
+    if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
+        raise DataError(f"tokenizer {name!r} has no backend of the tokenizers library; use its fast version")
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"tokenizer {name!r} has no eos token, which ends each document; set tokenizer.eos_token")
+
+    serialised = json.loads(tokenizer.backend_tokenizer.to_str())
+    serialised |= {"truncation": None, "padding": None}  # left behind by earlier calls, and none of our business
+    root = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    path = root / f"{fingerprint(documents, serialised, tokenizer.eos_token_id)}.json"
+    if not is_complete(path):
+        backend = Tokenizer.from_str(json.dumps(serialised))
+        backend.encode_special_tokens = True  # as text, that is
+        dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
+        try:
+            write_stream(path, documents, backend, tokenizer.eos_token_id, dtype)
+        except OSError as error:
+            raise DataError(
+                f"tokens cannot be kept in {str(root)!r} ({error}); give a writable cache_dir with space"
+            ) from error
+    return open_stream(path)
+
+
+# -- the stream on disk: NAME.bin holds the ids, NAME.json what they are; the second is written last ------------
+
+
+def default_cache_dir() -> Path:
+    """Where streams are kept by default: beside what the other Hugging Face libraries keep."""
+    return Path(huggingface_hub.constants.HF_HOME) / "loopformers" / "tokens"
+
+
+def fingerprint(documents: Dataset, serialised_tokenizer: dict[str, Any], eos_token_id: int) -> str:
+    """A digest of everything that the stream depends on."""
+    digest = hashlib.sha256(json.dumps([CACHE_FORMAT, eos_token_id, serialised_tokenizer], sort_keys=True).encode())
+    for texts in text_batches(documents):
+        for text in texts:
+            encoded = text.encode()
+            digest.update(len(encoded).to_bytes(8, "big"))  # ("ab", "c") and ("a", "bc") differ
+            digest.update(encoded)
+    return digest.hexdigest()[:40]
+
+
+def text_batches(documents: Dataset) -> Iterator[list[str]]:
+    """The texts in order, in batches of about `BATCH_CHARACTERS`."""
+    batch, characters = [], 0
+    for rows in documents.select_columns("text").iter(batch_size=64):
+        for text in rows["text"]:
+            batch.append(text)
+            characters += len(text)
+            if characters >= BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def write_stream(path: Path, documents: Dataset, backend: Tokenizer, eos_token_id: int, dtype: np.dtype[Any]) -> None:
+    """Tokenise into two files aside, then rename them into place; the description last, as it vouches for the ids."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{uuid.uuid4().hex}.partial")
+    num_tokens = num_characters = num_bytes = 0
+    try:
+        with aside.open("wb") as file:
+            for texts in text_batches(documents):
+                for text, encoding in zip(
+                    texts, backend.encode_batch_fast(texts, add_special_tokens=False), strict=True
+                ):
+                    ids = np.array([*encoding.ids, eos_token_id], dtype=dtype)
+                    file.write(ids.tobytes())
+                    num_tokens += len(ids)
+                    num_characters += len(text)
+                    num_bytes += len(text.encode())
+        os.replace(aside, path.with_suffix(".bin"))
+        description = {
+            "dtype": dtype.name,
+            "num_tokens": num_tokens,
+            "num_documents": len(documents),
+            "num_characters": num_characters,
+            "num_bytes": num_bytes,
+        }
+        aside.write_text(json.dumps(description), encoding="utf-8")
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a stream is there, with as many bytes as its description says."""
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        size = path.with_suffix(".bin").stat().st_size
+        return bool(size == description["num_tokens"] * np.dtype(description["dtype"]).itemsize)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def open_stream(path: Path) -> TokenStream:
+    """Map a stream from disk."""
+    description = json.loads(path.read_text(encoding="utf-8"))
+    dtype, num_tokens = np.dtype(description.pop("dtype")), description.pop("num_tokens")
+    tokens = np.memmap(path.with_suffix(".bin"), dtype=dtype, mode="r", shape=(num_tokens,))
+    return TokenStream(tokens=tokens, path=path, **description)
