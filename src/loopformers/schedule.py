@@ -149,7 +149,9 @@ class Schedule:
             kind, _, count = value.strip().replace("_", "-").partition(":")
             if kind in SCHEDULE_KINDS:
                 if count and not count.strip().isdigit():
-                    raise ConfigError(f"schedule={value!r}: {count!r} is no number of loops; write for example {kind}:4")
+                    raise ConfigError(
+                        f"schedule={value!r}: {count!r} is no number of loops; write for example {kind}:4"
+                    )
                 loops = int(count) if count else (grid if num_loops is None else num_loops)
                 match kind:
                     case "uniform":
@@ -159,7 +161,9 @@ class Schedule:
                     case _:
                         return cls.fine_first(loops, grid=grid)
             if not value.strip() or value.strip()[0].isalpha():
-                raise ConfigError(unknown_name("schedule", value, SCHEDULE_KINDS) + ", or step sizes such as 1/2,1/4,1/4")
+                raise ConfigError(
+                    unknown_name("schedule", value, SCHEDULE_KINDS) + ", or step sizes such as 1/2,1/4,1/4"
+                )
             value = [part.strip() for part in value.strip().strip("()[]").split(",")]
         try:
             steps = [Fraction(str(step)) for step in value]
@@ -208,7 +212,9 @@ SCHEDULE_KINDS = ("uniform", "coarse-first", "fine-first")
 def check_num_loops(num_loops: int) -> int:
     """Return `num_loops`, or raise ConfigError when it is not a whole number of at least 1."""
     if isinstance(num_loops, bool) or not hasattr(num_loops, "__index__") or num_loops < 1:
-        raise ConfigError(f"num_loops={num_loops!r} must be a whole number of at least 1; give the number of passes to run")
+        raise ConfigError(
+            f"num_loops={num_loops!r} must be a whole number of at least 1; give the number of passes to run"
+        )
     return operator.index(num_loops)
 
 

@@ -43,6 +43,8 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, extent: Extent) -> None:
         super().__init__()
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
         self.extent = extent
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
@@ -63,7 +65,9 @@ class SlotLayer(CacheLayerMixin):
         start = self.extent.num_tokens
         total = start + new.shape[-2]
         if torch.is_grad_enabled() and (new.requires_grad or (buffer is not None and buffer.requires_grad)):
-            return new if buffer is None else torch.cat([buffer[..., :start, :], new], dim=-2)  # writing in place would break autograd
+            return (
+                new if buffer is None else torch.cat([buffer[..., :start, :], new], dim=-2)
+            )  # writing in place would break autograd
         if buffer is None or buffer.shape[-2] < total:
             capacity = max(total, FIRST_CAPACITY, 2 * (0 if buffer is None else buffer.shape[-2]))
             grown = new.new_empty(*new.shape[:-2], capacity, new.shape[-1])
@@ -192,8 +196,10 @@ class LoopedCache(Cache):
                 transformers call it.
         """
         keep = self.extent.num_tokens + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
-        if not 0 <= keep:
-            raise CacheError(f"crop({tokens_to_remove}) of a cache of {self.extent.num_tokens} tokens: there are not that many")
+        if keep < 0:
+            raise CacheError(
+                f"crop({tokens_to_remove}) of a cache of {self.extent.num_tokens} tokens: there are not that many"
+            )
         self.extent.num_tokens = min(keep, self.extent.num_tokens)
         self._change_bookkeeping(lambda rows: rows[:, : self.extent.num_tokens])
 

@@ -258,7 +258,11 @@ class LoopConfig(Costs, PreTrainedConfig):
 
     def window(self, stage: Stage, layer_idx: int) -> int | None:
         """Return the sliding window of a layer in tokens, or None for full attention."""
-        offset = {"prelude": 0, "core": self.num_prelude_layers, "coda": self.num_prelude_layers + self.num_hidden_layers}
+        offset = {
+            "prelude": 0,
+            "core": self.num_prelude_layers,
+            "coda": self.num_prelude_layers + self.num_hidden_layers,
+        }
         position = offset[stage] + layer_idx
         is_last = position == self.num_prelude_layers + self.num_hidden_layers + self.num_coda_layers - 1
         slides = self.window_pattern[position % len(self.window_pattern)] == "S" and not is_last

@@ -118,7 +118,7 @@ def read_official(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict
     case: dict[str, Any] = {}
     if "model" in payload and isinstance(payload["model"], Mapping):
         case = {**dict(payload.get("model_args") or {}), **_kind_of(payload.get("config"))}
-        payload = payload["model"]
+        payload = dict(payload["model"])
     case |= _read_case(file)
     if not payload or not all(isinstance(value, Tensor) for value in payload.values()):
         raise CheckpointError(f"{file} holds no state dict (names and tensors); give a checkpoint of FLT or LoopFormer")
@@ -322,8 +322,9 @@ def _read_weights(file: Path) -> dict[str, Any]:
             return dict(load_file(file))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is no readable safetensors file, perhaps truncated: {error}") from error
-    stand_ins = [
-        (type("GPTConfig", (_StandIn,), {"official_kind": kind}), f"models.{kind}.GPTConfig") for kind in LOOPFORMER_SYSTEMS
+    stand_ins: list[Any] = [
+        (type("GPTConfig", (_StandIn,), {"official_kind": kind}), f"models.{kind}.GPTConfig")
+        for kind in LOOPFORMER_SYSTEMS
     ]
     try:
         with torch.serialization.safe_globals(stand_ins):

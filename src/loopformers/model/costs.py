@@ -44,7 +44,9 @@ class Costs:
         """Return the number of parameters; a tied matrix counts once."""
         return sum(self.parameter_groups().values())
 
-    def forward_flops(self, *, batch_size: int = 1, seq_len: int, num_loops: int | None = None, schedule: Any = None) -> int:
+    def forward_flops(
+        self, *, batch_size: int = 1, seq_len: int, num_loops: int | None = None, schedule: Any = None
+    ) -> int:
         """Return the operations of one forward pass over `batch_size` sequences of `seq_len` tokens.
 
         Args:
@@ -100,7 +102,10 @@ class Costs:
     def _layer_matrix_parameters(self) -> int:
         c = cast("LoopConfig", self)
         d = c.hidden_size
-        queries, keys = cast(int, c.num_attention_heads) * cast(int, c.head_dim), cast(int, c.num_key_value_heads) * cast(int, c.head_dim)
+        queries, keys = (
+            cast(int, c.num_attention_heads) * cast(int, c.head_dim),
+            cast(int, c.num_key_value_heads) * cast(int, c.head_dim),
+        )
         key_value = 2 * d * keys if c.kv_lora_rank is None else c.kv_lora_rank * (d + 2 * keys)
         mlp = (3 if c.hidden_act == "swiglu" else 2) * d * cast(int, c.intermediate_size)
         return 2 * d * queries + key_value + mlp

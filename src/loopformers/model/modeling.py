@@ -194,7 +194,9 @@ class LoopedModel(LoopedPreTrainedModel):
         prepared = self.prepare(
             input_ids, attention_mask, position_ids, inputs_embeds, cache, run_schedule, bool(output_attentions)
         )
-        record = LoopRecord(states=output_loop_states or bool(output_hidden_states), residual_norms=output_residual_norms)
+        record = LoopRecord(
+            states=output_loop_states or bool(output_hidden_states), residual_norms=output_residual_norms
+        )
         hidden = self.finish(self.run(prepared, run_schedule, cache=cache, observer=record), prepared, cache)
         if cache is not None:
             cache.advance(prepared.positions, prepared.valid)
@@ -274,7 +276,9 @@ class LoopedModel(LoopedPreTrainedModel):
         checkpoint = None
         if self.gradient_checkpointing and self.training:
             if cache is not None:
-                raise CacheError("a cache under activation checkpointing would be written twice; call with use_cache=False")
+                raise CacheError(
+                    "a cache under activation checkpointing would be written twice; call with use_cache=False"
+                )
             checkpoint = self._gradient_checkpointing_func
         return unroll(loop, prepared.inputs, schedule.num_loops, checkpoint=checkpoint, observer=observer)
 
@@ -360,6 +364,7 @@ class LoopedModel(LoopedPreTrainedModel):
             )
         function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, attention_reference)
         windows = {layer.self_attn.window for layer in (*self.prelude, *self.layers, *self.coda)}
+        masks: dict[int | None, Tensor | None]
         if "flash" in implementation:  # flash kernels take the padding and make causality and windows themselves
             masks = dict.fromkeys(windows, None if valid is None or bool(valid.all()) else valid.long())
         else:
@@ -514,7 +519,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
                 cache=cache,
             )
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
-            logits = self.head(trunk.last_hidden_state[:, logits_to_keep if isinstance(logits_to_keep, Tensor) else kept])
+            logits = self.head(
+                trunk.last_hidden_state[:, logits_to_keep if isinstance(logits_to_keep, Tensor) else kept]
+            )
             loss = None if targets is None else self._targets(targets, num_items_in_batch).cross_entropy(logits)
             output = LoopedCausalLMOutput(
                 loss=loss,
@@ -594,7 +601,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         config = self.config
         if config.objective != "shortcut_consistency":
             if given is not None:
-                raise ConfigError(f"objective={config.objective!r} trains no short trajectory; leave short_schedule out")
+                raise ConfigError(
+                    f"objective={config.objective!r} trains no short trajectory; leave short_schedule out"
+                )
             return None
         if given is not None:
             return config.resolve_schedule(schedule=given)
@@ -625,7 +634,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
 
 def build_layer(config: LoopConfig, stage: Stage, layer_idx: int) -> Layer:
     """Build one layer of a stage from the configuration."""
-    assert config.num_attention_heads and config.num_key_value_heads and config.head_dim and config.intermediate_size
+    assert config.intermediate_size is not None, "check() has filled it in"
     sizes: dict[str, Any] = {
         "num_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,

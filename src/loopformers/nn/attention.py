@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from loopformers.nn.rope import apply_rotary
 
-__all__ = ["Attention", "AttentionContext", "AttentionFunction", "KeyValueSlot", "LatentAttention", "attention_reference"]
+__all__ = [
+    "Attention",
+    "AttentionContext",
+    "AttentionFunction",
+    "KeyValueSlot",
+    "LatentAttention",
+    "attention_reference",
+]
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 """transformers' signature: (module, query, key, value, mask, scaling=, dropout=, **kwargs) -> (output, weights)."""

@@ -70,7 +70,7 @@ class Conditioning(nn.Module):
             times: Where each loop starts, (loops,), float32.
             step_sizes: How far each jumps, (loops,), float32.
         """
-        dtype = self.modulation[0].weight.dtype
+        dtype = next(self.parameters()).dtype
         if self.kind == "loop_index":
             times = torch.arange(len(times), dtype=torch.float32, device=times.device)
         code = self.time_embedder(frequency_embedding(times * self.time_scale).to(dtype))

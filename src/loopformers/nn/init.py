@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from torch import nn
 from transformers import initialization as init
 
-from loopformers.nn.attention import Attention, LatentAttention
+from loopformers.nn.attention import Attention
 from loopformers.nn.conditioning import Conditioning, Embedder
 from loopformers.nn.mlp import MLP
 

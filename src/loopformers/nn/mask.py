@@ -27,15 +27,16 @@ def attention_mask(
     Returns:
         Booleans (batch or 1, 1, num_queries, num_keys), or None.
     """
-    windowed = window is not None and window < num_keys
+    if window is not None and window >= num_keys:
+        window = None
     if valid is not None and bool(valid.all()):
         valid = None
-    if valid is None and not windowed and num_queries in (1, num_keys):
+    if valid is None and window is None and num_queries in (1, num_keys):
         return None
     keys = torch.arange(num_keys, device=device)
     distance = keys[num_keys - num_queries :, None] - keys[None, :]
     visible = distance >= 0
-    if windowed:
+    if window is not None:
         visible &= distance < window
     visible = visible[None, None]
     if valid is not None:

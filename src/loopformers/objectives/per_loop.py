@@ -37,7 +37,9 @@ def last_third(
     return _mean_over_loops(run, head, targets, plan, first=2 * plan.long.num_loops // 3)
 
 
-def _mean_over_loops(run: TrajectoryRunner, head: Head, targets: Targets, plan: LoopPlan, *, first: int) -> ObjectiveOutput:
+def _mean_over_loops(
+    run: TrajectoryRunner, head: Head, targets: Targets, plan: LoopPlan, *, first: int
+) -> ObjectiveOutput:
     long = run(plan.long, every_loop=True)
     losses = [targets.cross_entropy(head(hidden)) for hidden in long.loop_hidden[first:-1]]
     losses.append(targets.cross_entropy(long.logits))

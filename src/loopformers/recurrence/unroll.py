@@ -25,7 +25,12 @@ class Observer(Protocol):
 
 
 def unroll(
-    loop: Loop, inputs: Tensor, num_loops: int, *, checkpoint: Checkpoint | None = None, observer: Observer | None = None
+    loop: Loop,
+    inputs: Tensor,
+    num_loops: int,
+    *,
+    checkpoint: Checkpoint | None = None,
+    observer: Observer | None = None,
 ) -> Tensor:
     """Run `loop` and return the last state.
 
