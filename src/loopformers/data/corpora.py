@@ -176,7 +176,7 @@ def files_under(folder: Path) -> list[Path]:
     for root, subfolders, names in os.walk(folder):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         paths = (Path(root, name) for name in names if not name.startswith(".") and name != "README.md")
-        found += [path for path in paths if kind_of(path)]
+        found += [path for path in paths if kind_of(path) and path.is_file()]
     if not found:
         raise DataError(
             f"folder {str(folder)!r} holds no file that can be read; those read end in {SUFFIXES}; "
