@@ -210,6 +210,16 @@ def test_an_interrupted_run_continues_bit_for_bit(tmp_path: Path, preset: str) -
     assert records(tmp_path / "cut") == records(tmp_path / "whole")
 
 
+def test_resuming_a_finished_run_loads_it_and_makes_no_further_update(tmp_path: Path) -> None:
+    first, second = make_model(), make_model(seed=9)
+    make_trainer(tmp_path, first).train()
+    before = records(tmp_path)
+    output = make_trainer(tmp_path, second).train(resume_from_checkpoint="auto")
+    assert output.global_step == 6
+    assert_same_weights(first, second)
+    assert records(tmp_path) == before
+
+
 def test_a_stop_request_acts_as_ctrl_c(tmp_path: Path) -> None:
     asked = iter([False, False, True])
     with pytest.raises(KeyboardInterrupt, match="after step 3"):

@@ -15,7 +15,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import TrainOutput
 
 from loopformers.errors import CheckpointError, ConfigError, NonFiniteError
 from loopformers.training.callbacks import LoopDrawCallback, StopCallback
@@ -150,7 +152,8 @@ class LoopTrainer(Trainer):
         """Build the optimiser of `optimizer_settings`, unless one was given."""
         if self.optimizer is None:
             self.optimizer = self.optimizer_settings.build(self.model if model is None else model)
-        return self.optimizer
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Build the scheduler of `lr_schedule`, unless one was given."""
@@ -245,9 +248,14 @@ class LoopTrainer(Trainer):
             KeyboardInterrupt: Ctrl-C or `stop_requested`, after a checkpoint was saved.
         """
         checkpoint = self._resolve(resume_from_checkpoint)
+        done = 0 if checkpoint is None else check_complete(checkpoint)
         if self.is_world_process_zero():
-            done = 0 if checkpoint is None else check_complete(checkpoint)
             self._record.continue_from(self.metrics.truncate(done))
+        if checkpoint is not None and done >= self.args.max_steps > 0:
+            # transformers would make one more update before it notices that the run is over.
+            self._load_from_checkpoint(str(checkpoint))
+            self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+            return TrainOutput(done, math.nan, {})
         self._interrupted = self._stop.stopped = False
         with self._delayed_interrupt():
             result = super().train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint), **kwargs)
