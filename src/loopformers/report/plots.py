@@ -1,0 +1,504 @@
+"""Plots of training and evaluation, each a matplotlib `Figure` that no global state knows of.
+
+Colours are those of Okabe and Ito (2008), which stay apart under every common colour blindness, less black and yellow,
+which vanish on dark and on light paper; line styles and markers tell curves apart where there is no colour. matplotlib is
+imported inside functions. Figures are built on matplotlib's defaults, whatever a user's matplotlibrc says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import math
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+
+from loopformers.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "FIGURE_FORMATS",
+    "GRID",
+    "INK",
+    "MUTED",
+    "PALETTE",
+    "PAPER",
+    "Curve",
+    "FigureFormat",
+    "Panel",
+    "ResidualMap",
+    "figure_bytes",
+    "gradient_norm_panel",
+    "loss_panel",
+    "plot_budgets",
+    "plot_over_steps",
+    "plot_residual_maps",
+    "plot_residual_norms",
+    "save_figure",
+]
+
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+"""Blue, vermilion, bluish green, reddish purple, sky blue, orange."""
+
+LINE_STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
+MARKERS = ("o", "s", "^", "D", "v", "P")
+
+RING: Mapping[str, Any] = {
+    "marker": "o",
+    "markersize": 11,
+    "markerfacecolor": "none",
+    "markeredgewidth": 1.4,
+    "linestyle": "none",
+}
+"""Marks the budget that a model was trained at."""
+
+INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#d1d9e0", "#ffffff"
+"""Text; ticks and reference lines; grid lines; background. A page in dark mode replaces these four by name."""
+
+WIDTH_INCHES = 5.2
+"""Narrow enough that text stays legible where a figure is scaled to a telephone."""
+
+FigureFormat = Literal["svg", "png"]
+FIGURE_FORMATS = ("svg", "png")
+
+PNG_DPI = 200
+
+STYLE: Mapping[str, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": MUTED,
+    "axes.facecolor": PAPER,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 9.5,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "figure.facecolor": PAPER,
+    "font.size": 9.5,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "legend.fontsize": 9.5,
+    "legend.frameon": False,
+    "legend.handlelength": 2.8,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "savefig.facecolor": PAPER,
+    "svg.hashsalt": "loopformers",  # equal figures are equal files
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "xtick.labelsize": 8.5,
+    "ytick.color": MUTED,
+    "ytick.labelcolor": INK,
+    "ytick.labelsize": 8.5,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One labelled line. Values that are None or not finite leave a gap.
+
+    Args:
+        label: Legend text. A label has one colour and line style in all panels of a figure.
+        x: Steps, loops or budgets.
+        y: As many values.
+
+    Raises:
+        ConfigError: Another number of values than of positions.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y):
+            raise ConfigError(
+                f"curve {self.label!r} has {len(self.x)} positions and {len(self.y)} values; give equally many"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """One pair of axes in a figure over steps.
+
+    Args:
+        y_label: What is measured, with its unit.
+        curves: In order.
+        title: Above the panel.
+        log: Logarithmic y axis.
+        levels: Horizontal reference lines, from label to value.
+        smoothing: Steps of a centred running median that is drawn over the raw values, which fade; the panel's title
+            says so. 1: raw values alone.
+
+    Raises:
+        ConfigError: A smoothing window that is not an odd number of at least 1.
+    """
+
+    y_label: str
+    curves: Sequence[Curve]
+    title: str = ""
+    log: bool = False
+    levels: Mapping[str, float] = field(default_factory=dict)
+    smoothing: int = 1
+
+    def __post_init__(self) -> None:
+        if self.smoothing < 1 or self.smoothing % 2 == 0:
+            raise ConfigError(
+                f"smoothing={self.smoothing} must be an odd number of steps of at least 1; 1 smooths nothing"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualMap:
+    """Residual norms of one model over training.
+
+    Args:
+        label: Name of the model.
+        steps: (records,) steps.
+        norms: (records, loops) mean L2 norm over tokens of the residual stream before each loop's closing norm.
+
+    Raises:
+        ConfigError: No records, records of unequal numbers of loops, or another number of records than of steps.
+    """
+
+    label: str
+    steps: Sequence[float]
+    norms: Sequence[Sequence[float | None]]
+
+    def __post_init__(self) -> None:
+        if not self.norms or len(self.norms) != len(self.steps) or len({len(row) for row in self.norms}) != 1:
+            raise ConfigError(
+                f"residual map {self.label!r} has {len(self.steps)} steps and {len(self.norms)} records of "
+                f"{sorted({len(row) for row in self.norms})} loops; give one record a step, all of one number of loops"
+            )
+
+
+# -- what a report shows -----------------------------------------------------------------------------------------
+
+
+def loss_panel(
+    curves: Sequence[Curve], *, unigram_cross_entropy: float | None = None, smoothing: int = 1, title: str = "Loss"
+) -> Panel:
+    """Return a panel of losses in nats per token, with the level of a model that ignores its context."""
+    levels = {} if unigram_cross_entropy is None else {"unigram level": unigram_cross_entropy}
+    return Panel(y_label="loss (nats per token)", curves=curves, title=title, levels=levels, smoothing=smoothing)
+
+
+def gradient_norm_panel(curves: Sequence[Curve], *, smoothing: int = 1, title: str = "Gradient norm") -> Panel:
+    """Return a panel of global gradient norms before clipping, on a logarithmic axis."""
+    return Panel(y_label="L2 norm before clipping", curves=curves, title=title, log=True, smoothing=smoothing)
+
+
+def plot_over_steps(panels: Sequence[Panel], *, x_label: str = "step (optimiser updates)") -> Figure:
+    """Draw panels one above the other, over the same steps, under one legend.
+
+    Args:
+        panels: Top to bottom.
+        x_label: Of the shared axis.
+
+    Raises:
+        ConfigError: No panels.
+    """
+    if not panels:
+        raise ConfigError("a figure of 0 panels shows nothing; give at least one")
+    with _style():
+        figure, axes = _figure(rows=len(panels), height=0.6 + 2.1 * len(panels))
+        styles = _styles([curve.label for panel in panels for curve in panel.curves])
+        for panel, ax in zip(panels, axes, strict=True):
+            _draw_panel(ax, panel, styles)
+        axes[-1].set_xlabel(x_label)
+        _legend(figure, axes)
+    return figure
+
+
+def plot_residual_norms(
+    curves: Sequence[Curve], *, y_label: str = "mean L2 norm of a token", log: bool = True
+) -> Figure:
+    """Draw the residual norm of each loop, one line a model.
+
+    Args:
+        curves: `x` holds loops, 1 .. T.
+        y_label: Of the norm.
+        log: Logarithmic y axis.
+
+    Raises:
+        ConfigError: No curves.
+    """
+    return _plot_counts(curves, x_label="loop", y_label=y_label, log_x=False, log_y=log, marked={})
+
+
+def plot_residual_maps(maps: Sequence[ResidualMap]) -> Figure:
+    """Draw the residual norm by loop and step as heat maps, one a model, on one logarithmic colour scale.
+
+    Raises:
+        ConfigError: No maps, or no positive norm in any of them.
+    """
+    values = [value for m in maps for row in m.norms for value in row if _is_positive(value)]
+    if not values:
+        raise ConfigError(f"{len(maps)} residual maps hold no positive norm, so there is nothing to draw; give records")
+    with _style():
+        import numpy as np
+        from matplotlib.colors import LogNorm
+        from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+        same_depth = len({len(m.norms[0]) for m in maps}) == 1
+        figure, axes = _figure(rows=len(maps), height=0.7 + 1.7 * len(maps), share_y=same_depth)
+        low, high = min(values), max(values)
+        norm = LogNorm(vmin=low, vmax=high if high > low else low * 1.01)
+        image: Any = None
+        for m, ax in zip(maps, axes, strict=True):
+            grid = np.array([[v if _is_positive(v) else math.nan for v in row] for row in m.norms], dtype=float).T
+            edges = _edges(m.steps)
+            image = ax.pcolormesh(
+                edges,
+                np.arange(len(grid) + 1) + 0.5,
+                np.ma.masked_invalid(grid),
+                norm=norm,
+                cmap="cividis",
+                rasterized=True,
+            )
+            ax.set_title(m.label)
+            ax.set_ylabel("loop")
+            ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+            ax.grid(visible=False)
+        axes[-1].set_xlabel("step (optimiser updates)")
+        bar = figure.colorbar(image, ax=list(axes), label="mean L2 norm of a token", pad=0.02)
+        _ticks(bar.ax.yaxis, values)
+        bar.ax.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+    return figure
+
+
+def plot_budgets(
+    curves: Sequence[Curve],
+    *,
+    y_label: str = "perplexity",
+    x_label: str = "loops run (M)",
+    log_y: bool = True,
+    trained_loops: Mapping[str, float] | None = None,
+) -> Figure:
+    """Draw quality against budget, one line a model.
+
+    Args:
+        curves: `x` holds budgets: loops, or FLOPs per token.
+        y_label: The measure, with its unit.
+        x_label: The budget, with its unit.
+        log_y: Logarithmic y axis.
+        trained_loops: By label, the budget that the model was trained at; a ring marks it.
+
+    Raises:
+        ConfigError: No curves, or a trained budget of a label that no curve has.
+    """
+    marked = dict(trained_loops or {})
+    if unknown := sorted(marked.keys() - {curve.label for curve in curves}):
+        raise ConfigError(unknown_name("trained_loops", unknown[0], [curve.label for curve in curves]))
+    return _plot_counts(curves, x_label=x_label, y_label=y_label, log_x=True, log_y=log_y, marked=marked)
+
+
+# -- files -------------------------------------------------------------------------------------------------------
+
+
+def figure_bytes(figure: Figure, kind: FigureFormat = "svg") -> bytes:
+    """Return a figure as a file's bytes. An SVG holds text as outlines and no date; a PNG has 200 dots an inch.
+
+    Raises:
+        ConfigError: Unknown format.
+    """
+    if kind not in FIGURE_FORMATS:
+        raise ConfigError(unknown_name("kind", kind, FIGURE_FORMATS))
+    buffer = io.BytesIO()
+    metadata = {"Date": None, "Creator": None, "Format": None, "Type": None} if kind == "svg" else {"Software": None}
+    with _style():  # ticks are made when a figure is drawn
+        figure.savefig(buffer, format=kind, dpi=PNG_DPI, metadata=metadata)
+    return buffer.getvalue()
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a figure as .svg or .png, by the ending of the name. The file appears whole or not at all.
+
+    Raises:
+        ConfigError: Another ending.
+    """
+    target = Path(path)
+    kind = target.suffix.lower().lstrip(".")
+    if kind not in FIGURE_FORMATS:
+        raise ConfigError(f"path={os.fspath(path)!r} ends in {target.suffix!r}; figures are written as .svg or .png")
+    content = figure_bytes(figure, "svg" if kind == "svg" else "png")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        aside.write_bytes(content)
+        os.replace(aside, target)
+    finally:
+        aside.unlink(missing_ok=True)
+    return target
+
+
+# -- parts -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _style() -> Iterator[None]:
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE)
+        yield
+
+
+def _figure(*, rows: int = 1, height: float, share_y: bool = False) -> tuple[Figure, Sequence[Axes]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, 1, sharex=True, sharey=share_y, squeeze=False)[:, 0]
+    return figure, list(axes)
+
+
+def _styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Give each label, in order of first appearance, its own colour, line style and marker."""
+    styles = {}
+    for i, label in enumerate(dict.fromkeys(labels)):
+        turn = i + i // len(PALETTE)  # a second round of colours takes other line styles
+        styles[label] = {
+            "color": PALETTE[i % len(PALETTE)],
+            "linestyle": LINE_STYLES[turn % len(LINE_STYLES)],
+            "marker": MARKERS[turn % len(MARKERS)],
+        }
+    return styles
+
+
+def _draw_panel(ax: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> None:
+    title = panel.title
+    values: list[float] = list(panel.levels.values())
+    for curve in panel.curves:
+        style = {**styles[curve.label], "marker": "" if len(curve.x) > 1 else styles[curve.label]["marker"]}
+        y = [_drawable(value, panel.log) for value in curve.y]
+        values += y
+        if panel.smoothing > 1:
+            ax.plot(curve.x, y, color=style["color"], linewidth=0.7, alpha=0.35)
+            y = _running_median(y, panel.smoothing)
+        ax.plot(curve.x, y, label=curve.label, **style)
+    if panel.smoothing > 1:
+        title = f"{title}, with a running median of {panel.smoothing} values".removeprefix(", ")
+    for label, level in panel.levels.items():
+        ax.axhline(level, label=label, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2)
+    if panel.log:
+        _log_axis(ax, "y", values)
+    ax.set_title(title)
+    ax.set_ylabel(panel.y_label)
+
+
+def _plot_counts(
+    curves: Sequence[Curve], *, x_label: str, y_label: str, log_x: bool, log_y: bool, marked: Mapping[str, float]
+) -> Figure:
+    if not curves:
+        raise ConfigError("a figure of 0 curves shows nothing; give at least one")
+    with _style():
+        from matplotlib.ticker import FixedLocator, MaxNLocator
+
+        figure, (ax,) = _figure(height=3.1)
+        styles = _styles([curve.label for curve in curves])
+        for curve in curves:
+            y = [_drawable(value, log_y) for value in curve.y]
+            ax.plot(curve.x, y, label=curve.label, **styles[curve.label])
+            trained = marked.get(curve.label)
+            if trained is not None and trained in curve.x:
+                reached = y[list(curve.x).index(trained)]
+                ax.plot([trained], [reached], color=styles[curve.label]["color"], **RING)
+        if any(curve.label in marked for curve in curves):
+            ax.plot([], [], color=MUTED, label="trained budget", **RING)
+        if log_x:
+            _log_axis(ax, "x", [x for curve in curves for x in curve.x])
+        else:
+            deepest = max((x for curve in curves for x in curve.x), default=1)
+            every_loop = FixedLocator(range(1, int(deepest) + 1))
+            ax.xaxis.set_major_locator(every_loop if deepest <= 16 else MaxNLocator(nbins=12, integer=True))
+        if log_y:
+            _log_axis(ax, "y", [value for curve in curves for value in curve.y if value is not None])
+        ax.set_xlabel(x_label)
+        ax.set_ylabel(y_label)
+        _legend(figure, [ax])
+    return figure
+
+
+def _log_axis(ax: Axes, which: Literal["x", "y"], values: Sequence[float]) -> None:
+    positive = [value for value in values if _is_positive(value)]
+    if not positive:
+        return  # a logarithmic axis without a positive value cannot be drawn
+    set_scale = ax.set_xscale if which == "x" else ax.set_yscale
+    set_scale("log")
+    _ticks(ax.xaxis if which == "x" else ax.yaxis, positive, at_values=which == "x")
+
+
+def _ticks(axis: Any, values: Sequence[float], *, at_values: bool = False) -> None:
+    """Label a logarithmic axis with plain numbers: at the values themselves when they are few, else at round numbers."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    low, high = min(values), max(values)
+    distinct = sorted(set(values))
+    spread = math.log10(high / low) if high > low else 0.0
+    if at_values and len(distinct) <= 10:
+        axis.set_major_locator(FixedLocator(distinct))
+    elif spread < 1:
+        axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
+    elif spread < 3:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    else:
+        axis.set_major_locator(LogLocator(numticks=7))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= value < 1e6 and value == round(value) else f"{value:g}"
+
+
+def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    entries: dict[str, Any] = {}
+    for ax in axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    if entries:
+        longest = max(map(len, entries))
+        columns = max(1, min(len(entries), 68 // (longest + 9)))
+        figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=columns)
+
+
+def _drawable(value: float | None, log: bool) -> float:
+    if value is None or not math.isfinite(value) or (log and value <= 0):
+        return math.nan
+    return float(value)
+
+
+def _is_positive(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value) and value > 0
+
+
+def _running_median(values: Sequence[float], window: int) -> list[float]:
+    half = window // 2
+    smoothed = []
+    for i, value in enumerate(values):
+        near = [v for v in values[max(0, i - half) : i + half + 1] if not math.isnan(v)]
+        smoothed.append(math.nan if math.isnan(value) else statistics.median(near))
+    return smoothed
+
+
+def _edges(steps: Sequence[float]) -> list[float]:
+    """Borders of cells around rising positions: halfway to each neighbour."""
+    if len(steps) == 1:
+        return [steps[0] - 0.5, steps[0] + 0.5]
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(steps)]
+    return [2 * steps[0] - middles[0], *middles, 2 * steps[-1] - middles[-1]]
