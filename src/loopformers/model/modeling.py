@@ -20,7 +20,7 @@ from loopformers.model.config import LoopConfig
 from loopformers.model.transformers_range import CACHE_NAME
 from loopformers.nn.attention import Attention, AttentionContext, LatentAttention, attention_reference
 from loopformers.nn.conditioning import Conditioning
-from loopformers.nn.init import initialize
+from loopformers.nn.init import as_role, initialize
 from loopformers.nn.layer import Layer, Modulation
 from loopformers.nn.mask import attention_mask as build_mask
 from loopformers.nn.mlp import MLP
@@ -426,8 +426,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     def __init__(self, config: LoopConfig) -> None:
         super().__init__(config)
         self.model = LoopedModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
-        self.lm_head.is_head = True  # type: ignore[assignment]
+        self.lm_head = as_role("head", nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False))
         self._draw = (0, 0)
         self.post_init()
 

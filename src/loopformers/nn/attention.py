@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loopformers.nn.init import as_role
 from loopformers.nn.rope import apply_rotary
 
 __all__ = [
@@ -129,7 +130,7 @@ class Attention(nn.Module):
         self.window = window
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         self.build_key_value(hidden_size, num_key_value_heads * head_dim)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.o_proj = as_role("output", nn.Linear(num_heads * head_dim, hidden_size, bias=False))
 
     def build_key_value(self, hidden_size: int, key_value_size: int) -> None:
         """Create the projections that keys and values come from."""

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from loopformers.nn.init import as_role
 from loopformers.nn.layer import Modulation
 
 __all__ = ["CONDITIONINGS", "Conditioning", "ConditioningKind", "frequency_embedding"]
@@ -36,7 +37,11 @@ class Embedder(nn.Sequential):
     """Linear, SiLU, Linear on a frequency embedding: (loops, 256) -> (loops, dim)."""
 
     def __init__(self, hidden_size: int) -> None:
-        super().__init__(nn.Linear(2 * NUM_FREQUENCIES, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
+        super().__init__(
+            as_role("embedder", nn.Linear(2 * NUM_FREQUENCIES, hidden_size)),
+            nn.SiLU(),
+            as_role("embedder", nn.Linear(hidden_size, hidden_size)),
+        )
 
 
 class Conditioning(nn.Module):
@@ -61,7 +66,9 @@ class Conditioning(nn.Module):
         self.time_embedder = Embedder(hidden_size)
         if kind == "time_and_step":
             self.step_embedder = Embedder(hidden_size)
-        self.modulation = nn.ModuleList(nn.Linear(hidden_size, 4 * hidden_size) for _ in range(num_layers))
+        self.modulation = nn.ModuleList(
+            as_role("modulation", nn.Linear(hidden_size, 4 * hidden_size)) for _ in range(num_layers)
+        )
 
     def forward(self, times: Tensor, step_sizes: Tensor) -> list[list[Modulation]]:
         """Return the modulation of every loop and layer, `[loop][layer]`, four tensors (dim,) each.

@@ -7,6 +7,8 @@ from typing import Literal, assert_never, get_args
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loopformers.nn.init import as_role
+
 __all__ = ["ACTIVATIONS", "MLP", "Activation"]
 
 Activation = Literal["gelu", "relu2", "swiglu"]
@@ -28,7 +30,7 @@ class MLP(nn.Module):
         if activation == "swiglu":
             self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.down_proj = as_role("output", nn.Linear(intermediate_size, hidden_size, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, seq, dim) to (batch, seq, dim)."""

@@ -47,6 +47,7 @@ def tiny_model(preset: str, *, seed: int = 0, randomize: bool = True, **override
         torch.manual_seed(seed)
         model = LoopedForCausalLM(tiny_config(preset, **overrides)).eval()
         if randomize:
+            torch.manual_seed(seed)  # so that the weights do not depend on what the initialiser has drawn
             with torch.no_grad():
                 for parameter in model.parameters():
                     fan_in = parameter.shape[-1]
