@@ -362,7 +362,7 @@ class LoopedModel(LoopedPreTrainedModel):
                 f"output_attentions=True with attn_implementation={implementation!r}: only 'eager' returns weights; call "
                 "model.set_attn_implementation('eager')"
             )
-        function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, attention_reference)
+        function = attention_reference if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
         windows = {layer.self_attn.window for layer in (*self.prelude, *self.layers, *self.coda)}
         masks: dict[int | None, Tensor | None]
         if "flash" in implementation:  # flash kernels take the padding and make causality and windows themselves
