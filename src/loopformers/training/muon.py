@@ -61,7 +61,8 @@ class Muon(torch.optim.Muon):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Perform one update."""
         if not all(p.device.type == "cpu" for group in self.param_groups for p in group["params"]):
-            return super().step(closure)  # type: ignore[no-any-return]
+            loss: float | None = super().step(closure)
+            return loss
         loss = None
         if closure is not None:
             with torch.enable_grad():

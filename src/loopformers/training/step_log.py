@@ -10,7 +10,10 @@ from typing import Any
 
 from loopformers.errors import DataError
 
-__all__ = ["StepLog"]
+__all__ = ["METRICS_FILE", "StepLog"]
+
+METRICS_FILE = "metrics.jsonl"
+"""Name of the log of updates in a run's folder."""
 
 
 class StepLog:

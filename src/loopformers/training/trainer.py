@@ -25,12 +25,9 @@ from loopformers.training.checkpoints import check_complete, last_complete_check
 from loopformers.training.lr_schedules import ConstantThenLinear, LearningRateSchedule
 from loopformers.training.optimizers import MuonAdamW, OptimizerSettings
 from loopformers.training.progress import ProgressListener, TrainingProgress
-from loopformers.training.step_log import StepLog
+from loopformers.training.step_log import METRICS_FILE, StepLog
 
-__all__ = ["METRICS_FILE", "LoopTrainer", "training_arguments"]
-
-METRICS_FILE = "metrics.jsonl"
-"""Name of the step log in a run's folder."""
+__all__ = ["LoopTrainer", "training_arguments"]
 
 
 def training_arguments(
