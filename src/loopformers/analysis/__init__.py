@@ -1,0 +1,1 @@
+"""Analysis: what a training run's curves say. Import the modules by name; importing this loads nothing."""
