@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopformers.errors import ConfigError
-from loopformers.laws import Fixed, ShortTrajectory, derive_rng
+from loopformers.laws import Curriculum, Fixed, PoissonLogNormal, ShortTrajectory, UniformRange, derive_rng
 from loopformers.schedule import Schedule, all_schedules
 
 
@@ -70,7 +70,47 @@ def test_a_fixed_law_always_plans_the_same():
     assert Fixed(3).plan(seed=1, step=2).short is None
 
 
+def loops_of(law, steps=8000):
+    return [law.plan(seed=5, step=step).long.num_loops for step in range(steps)]
+
+
+def test_a_uniform_range_draws_every_count_alike_and_both_ends():
+    counts = Counter(loops_of(UniformRange(2, 6)))
+    assert set(counts) == {2, 3, 4, 5, 6}
+    assert max(counts.values()) < 1.15 * min(counts.values())
+
+
+def test_a_log_normal_poisson_has_its_mean_a_tail_and_a_limit():
+    loops = loops_of(PoissonLogNormal(6.0, max_loops=60), 20_000)
+    assert sum(loops) / len(loops) == pytest.approx(6.0, rel=0.02)
+    assert min(loops) == 1
+    assert max(loops) > 18
+    # Var[r] = E[rate] + Var[rate], and Var[rate] = E[rate]^2 (exp(sigma^2) - 1)
+    variance = sum((r - 6.0) ** 2 for r in loops) / len(loops)
+    assert variance == pytest.approx(5 + 25 * (2.718281828**0.25 - 1), rel=0.1)
+    assert max(loops_of(PoissonLogNormal(6.0, max_loops=9))) == 9
+
+
+def test_a_curriculum_moves_linearly_and_stays():
+    law = Curriculum(2, 10, 100)
+    assert [law.plan(seed=0, step=step).long.num_loops for step in (0, 50, 100, 900)] == [2, 6, 10, 10]
+
+
+@pytest.mark.parametrize("law", [UniformRange(1, 24), PoissonLogNormal(8.0), Curriculum(1, 12, 40)])
+def test_every_law_is_a_function_of_seed_step_and_microbatch(law):
+    for key in ({"seed": 1, "step": 2, "microbatch": 3}, {"seed": 0, "step": 10**6}):
+        assert law.plan(**key) == law.plan(**key)
+
+
 def test_illegal_laws_are_refused():
+    with pytest.raises(ConfigError, match="min_loops=5 is above max_loops=3"):
+        UniformRange(5, 3)
+    with pytest.raises(ConfigError, match="mean_loops=1"):
+        PoissonLogNormal(1.0)
+    with pytest.raises(ConfigError, match="max_loops=3 is below mean_loops=4"):
+        PoissonLogNormal(4.0, max_loops=3)
+    with pytest.raises(ConfigError, match="num_steps=0"):
+        Curriculum(1, 2, 0)
     with pytest.raises(ConfigError, match="num_loops=1 leaves no shorter trajectory"):
         ShortTrajectory(1)
     with pytest.raises(ConfigError, match=r"short_sampler='sequental' is not known; did you mean 'sequential'\?"):

@@ -6,6 +6,7 @@ what the uninterrupted one would have. Laws are values; this module does not imp
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Literal, Protocol, assert_never, get_args
@@ -13,7 +14,18 @@ from typing import Literal, Protocol, assert_never, get_args
 from loopformers.errors import ConfigError, unknown_name
 from loopformers.schedule import Schedule, check_num_loops
 
-__all__ = ["SHORT_SAMPLERS", "Fixed", "Law", "LoopPlan", "ShortSampler", "ShortTrajectory", "derive_rng"]
+__all__ = [
+    "SHORT_SAMPLERS",
+    "Curriculum",
+    "Fixed",
+    "Law",
+    "LoopPlan",
+    "PoissonLogNormal",
+    "ShortSampler",
+    "ShortTrajectory",
+    "UniformRange",
+    "derive_rng",
+]
 
 ShortSampler = Literal["sequential", "uniform"]
 SHORT_SAMPLERS: tuple[str, ...] = get_args(ShortSampler)
@@ -52,6 +64,81 @@ class Fixed:
     def plan(self, *, seed: int, step: int, microbatch: int = 0) -> LoopPlan:
         """Return the same plan for every microbatch."""
         return LoopPlan(long=Schedule.uniform(self.num_loops))
+
+
+@dataclass(frozen=True, slots=True)
+class UniformRange:
+    """A number of loops uniform on `min_loops`..`max_loops`, both included."""
+
+    min_loops: int
+    max_loops: int
+
+    def __post_init__(self) -> None:
+        if check_num_loops(self.min_loops) > check_num_loops(self.max_loops):
+            raise ConfigError(f"min_loops={self.min_loops} is above max_loops={self.max_loops}; swap them")
+
+    def plan(self, *, seed: int, step: int, microbatch: int = 0) -> LoopPlan:
+        """Return uniform steps over the drawn number of loops."""
+        rng = derive_rng("uniform-range", seed, step, microbatch)
+        return LoopPlan(long=Schedule.uniform(rng.randint(self.min_loops, self.max_loops)))
+
+
+@dataclass(frozen=True, slots=True)
+class PoissonLogNormal:
+    """Mostly near the mean, with a long tail of deep runs (Geiping et al. 2025, arXiv 2502.05171, section 3.3).
+
+    r ~ Poisson(exp(tau)) + 1 with tau ~ Normal(log(mean_loops - 1) - sigma^2 / 2, sigma), so that E[r] = mean_loops; draws
+    above `max_loops` are cut to it.
+
+    Args:
+        mean_loops: E[r] before the cut, above 1.
+        max_loops: Largest number of loops; None: four times the mean.
+        sigma: Spread of the rate on a log scale.
+    """
+
+    mean_loops: float
+    max_loops: int | None = None
+    sigma: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not (self.mean_loops > 1 and math.isfinite(self.mean_loops)):
+            raise ConfigError(f"mean_loops={self.mean_loops} must be above 1, as one loop is always run")
+        if not (self.sigma >= 0 and math.isfinite(self.sigma)):
+            raise ConfigError(f"sigma={self.sigma} must be a finite number of at least 0")
+        if self.max_loops is not None and check_num_loops(self.max_loops) < self.mean_loops:
+            raise ConfigError(f"max_loops={self.max_loops} is below mean_loops={self.mean_loops}; raise it")
+
+    def plan(self, *, seed: int, step: int, microbatch: int = 0) -> LoopPlan:
+        """Return uniform steps over the drawn number of loops."""
+        rng = derive_rng("poisson-log-normal", seed, step, microbatch)
+        rate = math.exp(rng.gauss(math.log(self.mean_loops - 1) - self.sigma**2 / 2, self.sigma))
+        limit = math.ceil(4 * self.mean_loops) if self.max_loops is None else self.max_loops
+        # A Poisson draw counts how many exponential waits fit into one unit of time at this rate.
+        num_loops, waited = 1, rng.expovariate(rate)
+        while waited < 1 and num_loops < limit:
+            num_loops += 1
+            waited += rng.expovariate(rate)
+        return LoopPlan(long=Schedule.uniform(num_loops))
+
+
+@dataclass(frozen=True, slots=True)
+class Curriculum:
+    """A number of loops that moves linearly from `start_loops` to `end_loops` over `num_steps` updates, then stays."""
+
+    start_loops: int
+    end_loops: int
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        check_num_loops(self.start_loops)
+        check_num_loops(self.end_loops)
+        if self.num_steps < 1:
+            raise ConfigError(f"num_steps={self.num_steps} must be at least 1: the updates that the curriculum takes")
+
+    def plan(self, *, seed: int, step: int, microbatch: int = 0) -> LoopPlan:
+        """Return uniform steps over this step's number of loops."""
+        share = min(step / self.num_steps, 1.0)
+        return LoopPlan(long=Schedule.uniform(round(self.start_loops + share * (self.end_loops - self.start_loops))))
 
 
 @dataclass(frozen=True, slots=True)
