@@ -621,14 +621,16 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         Raises:
             CacheError: Another kind of cache was asked for.
         """
-        if generation_config.cache_implementation not in (None, "dynamic"):
+        if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
             raise CacheError(
                 f"cache_implementation={generation_config.cache_implementation!r} has one row a layer, and a looped model needs "
                 "one for each loop of each layer; leave cache_implementation out"
             )
-        given = model_kwargs.pop("past_key_values", None) or model_kwargs.pop("cache", None)
-        if given is not None or generation_config.use_cache is not False:
-            model_kwargs[CACHE_NAME] = given if given is not None else self.new_cache()
+        names = ("past_key_values", "cache")
+        given = next((cache for name in names if (cache := model_kwargs.pop(name, None)) is not None), None)
+        cache = self.model.resolve_cache(given, use_cache=generation_config.use_cache is not False)
+        if cache is not None:
+            model_kwargs[CACHE_NAME] = cache
 
 
 def build_layer(config: LoopConfig, stage: Stage, layer_idx: int) -> Layer:
