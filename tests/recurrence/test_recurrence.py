@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from loopformers.nn.layer import Modulation
 from loopformers.recurrence.slots import SlotLayout
 from loopformers.recurrence.unroll import unroll
 from loopformers.testing import tiny_model
@@ -82,7 +83,7 @@ def test_a_looped_model_is_an_untied_stack_with_copied_layers(preset):
         stream = x.inputs
         for loop in range(3):
             for i, layer in enumerate(looped.model.layers):
-                stream = layer(stream, x.context, modulation=modulations[loop][i])
+                stream = layer(stream, x.context, modulation=Modulation(*modulations[loop, i]))
         expected = looped.lm_head(looped.model.norm(stream))
     else:
         stack = tiny_model("base", num_hidden_layers=6).double()
@@ -120,11 +121,12 @@ def test_any_combination_is_legal_and_trains(stream, injection, conditioning, lo
 
 
 def test_checkpointed_loops_see_the_state_that_the_first_run_saw():
-    """Fault 8: gradients are equal, not just the loss."""
+    """Fault 8: gradients are equal, not just the loss, also where what the loops are told has one graph for all of them."""
     weight = torch.randn(5, 5, dtype=torch.double, requires_grad=True)
+    times = torch.rand(6, 5, dtype=torch.double)
 
-    def loop(inputs, state, loop_idx):
-        x = inputs if state is None else torch.sin(state @ weight) + inputs * (loop_idx + 1)
+    def loop(inputs, state, loop_idx, told):
+        x = inputs if state is None else torch.sin(state @ weight) + inputs * (loop_idx + 1) * told
         return x, x
 
     inputs = torch.randn(3, 5, dtype=torch.double, requires_grad=True)
@@ -134,7 +136,7 @@ def test_checkpointed_loops_see_the_state_that_the_first_run_saw():
         lambda *args: checkpoint(*args, use_reentrant=False),
         lambda *args: checkpoint(*args, use_reentrant=True),
     ):
-        unroll(loop, inputs, 6, checkpoint=save).square().sum().backward()
+        unroll(loop, inputs, 6, told=torch.tanh(times @ weight), checkpoint=save).square().sum().backward()
         gradients.append((weight.grad.clone(), inputs.grad.clone()))
         weight.grad = inputs.grad = None
     for other in gradients[1:]:

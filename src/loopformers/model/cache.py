@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from loopformers.errors import CacheError
-from loopformers.nn.layer import Modulation
 from loopformers.recurrence.slots import Stage
 from loopformers.schedule import Schedule
 
@@ -132,7 +131,7 @@ class LoopedCache(Cache):
         self.schedule: Schedule | None = None
         self.valid: Tensor | None = None
         self.positions: Tensor | None = None
-        self.modulations: list[list[Modulation]] | None = None
+        self.modulations: Tensor | None = None
 
     def begin(self, schedule: Schedule, batch_size: int) -> None:
         """Fix the schedule and batch size on the first call, and check them on every other.

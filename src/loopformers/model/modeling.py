@@ -260,7 +260,9 @@ class LoopedModel(LoopedPreTrainedModel):
         modulations = self._modulations(schedule, cache, prepared.inputs.device)
         step_sizes = schedule.step_sizes
 
-        def loop(inputs: Tensor, state: Tensor | None, loop_idx: int) -> tuple[Tensor, Tensor]:
+        def loop(
+            inputs: Tensor, state: Tensor | None, loop_idx: int, modulation: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
             x = self.stream(inputs, state, step_sizes[loop_idx])
             for i, layer in enumerate(self.layers):
                 x, signal = (x, None) if state is None else self.injection(i, x, state)
@@ -268,7 +270,7 @@ class LoopedModel(LoopedPreTrainedModel):
                     x,
                     prepared.context,
                     signal=signal,
-                    modulation=None if modulations is None else modulations[loop_idx][i],
+                    modulation=None if modulation is None else Modulation(*modulation[i]),
                     slot=None if cache is None else cache.slot("core", i, loop_idx),
                 )
             return x, self.norm(x) if self.config.loop_norm else x
@@ -280,7 +282,9 @@ class LoopedModel(LoopedPreTrainedModel):
                     "a cache under activation checkpointing would be written twice; call with use_cache=False"
                 )
             checkpoint = self._gradient_checkpointing_func
-        return unroll(loop, prepared.inputs, schedule.num_loops, checkpoint=checkpoint, observer=observer)
+        return unroll(
+            loop, prepared.inputs, schedule.num_loops, told=modulations, checkpoint=checkpoint, observer=observer
+        )
 
     def finish(self, state: Tensor, prepared: PreparedInputs, cache: LoopedCache | None = None) -> Tensor:
         """Turn a state into a final hidden state: the coda, and the final norm where the loop has not applied it."""
@@ -387,9 +391,7 @@ class LoopedModel(LoopedPreTrainedModel):
             positions, head_dim=config.head_dim, theta=config.rope_theta, table_dtype=table_dtype, dtype=dtype
         )
 
-    def _modulations(
-        self, schedule: Schedule, cache: LoopedCache | None, device: torch.device
-    ) -> list[list[Modulation]] | None:
+    def _modulations(self, schedule: Schedule, cache: LoopedCache | None, device: torch.device) -> Tensor | None:
         if self.config.conditioning == "none":
             return None
         if cache is not None and cache.modulations is not None:

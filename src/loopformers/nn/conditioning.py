@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from loopformers.nn.init import as_role
-from loopformers.nn.layer import Modulation
 
 __all__ = ["CONDITIONINGS", "Conditioning", "ConditioningKind", "frequency_embedding"]
 
@@ -70,8 +69,8 @@ class Conditioning(nn.Module):
             as_role("modulation", nn.Linear(hidden_size, 4 * hidden_size)) for _ in range(num_layers)
         )
 
-    def forward(self, times: Tensor, step_sizes: Tensor) -> list[list[Modulation]]:
-        """Return the modulation of every loop and layer, `[loop][layer]`, four tensors (dim,) each.
+    def forward(self, times: Tensor, step_sizes: Tensor) -> Tensor:
+        """Return the modulation of every loop and layer, (loops, layers, 4, dim), in the order of `Modulation`'s fields.
 
         Args:
             times: Where each loop starts, (loops,), float32.
@@ -84,5 +83,4 @@ class Conditioning(nn.Module):
         if self.kind == "time_and_step":
             code = code + self.step_embedder(frequency_embedding(step_sizes * self.time_scale).to(dtype))
         code = nn.functional.silu(code)
-        by_layer = [linear(code).unflatten(-1, (4, -1)) for linear in self.modulation]  # (loops, 4, dim) each
-        return [[Modulation(*layer[loop].unbind()) for layer in by_layer] for loop in range(len(times))]
+        return torch.stack([linear(code).unflatten(-1, (4, -1)) for linear in self.modulation], dim=1)

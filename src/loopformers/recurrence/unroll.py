@@ -1,4 +1,4 @@
-"""The loop: `(r_i, h_i) = L(e, h_{i-1}, i)`."""
+"""The loop: `(r_i, h_i) = L(e, h_{i-1}, i, c_i)`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 __all__ = ["Checkpoint", "Loop", "Observer", "unroll"]
 
-Loop = Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
-"""(inputs, previous state or None, loop index) -> (residual stream before the closing norm, state)."""
+Loop = Callable[[Tensor, Tensor | None, int, Tensor | None], tuple[Tensor, Tensor]]
+"""(inputs, previous state or None, loop index, what the loop is told) -> (residual stream before the closing norm, state)."""
 
 Checkpoint = Callable[..., tuple[Tensor, Tensor]]
 """`torch.utils.checkpoint.checkpoint` or its like: (function, *arguments) -> the function's value."""
@@ -29,6 +29,7 @@ def unroll(
     inputs: Tensor,
     num_loops: int,
     *,
+    told: Tensor | None = None,
     checkpoint: Checkpoint | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
@@ -42,15 +43,14 @@ def unroll(
         loop: One pass through the stack.
         inputs: What every loop may see, (batch, seq, dim).
         num_loops: How often, at least 1.
+        told: What each loop is told, such as its modulation, (loops, ...); None: nothing.
         checkpoint: How to save activations; None: keep them all.
         observer: Called after each loop.
     """
     state: Tensor | None = None
     for loop_idx in range(num_loops):
-        if checkpoint is None:
-            residual, state = loop(inputs, state, loop_idx)
-        else:
-            residual, state = checkpoint(loop, inputs, state, loop_idx)
+        given = (inputs, state, loop_idx, None if told is None else told[loop_idx])
+        residual, state = loop(*given) if checkpoint is None else checkpoint(loop, *given)
         if observer is not None:
             observer(loop_idx, residual, state)
     assert state is not None, "a schedule has at least one loop"
