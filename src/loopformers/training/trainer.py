@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
 from loopformers.errors import CheckpointError, ConfigError, NonFiniteError
+from loopformers.objectives.contract import IGNORE
 from loopformers.training.callbacks import LoopDrawCallback, StopCallback
 from loopformers.training.checkpoints import check_complete, last_complete_checkpoint, mark_complete
 from loopformers.training.lr_schedules import ConstantThenLinear, LearningRateSchedule
@@ -158,6 +160,20 @@ class LoopTrainer(Trainer):
             self.lr_scheduler = self.lr_schedule.build(optimizer or self.optimizer, num_training_steps)
             self._created_lr_scheduler = True
         return self.lr_scheduler
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Fetch the microbatches of a step and count their targets.
+
+        The first label of a window is no target. Older versions of transformers count it, which scales the loss by
+        (seq - 1) / seq.
+        """
+        samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if num_items is None or self.args.n_gpu > 1 or not all("labels" in sample for sample in samples):
+            return samples, num_items
+        count = torch.stack([(sample["labels"][..., 1:] != IGNORE).sum() for sample in samples]).sum().to(device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            count = self.accelerator.gather(count).sum()
+        return samples, count
 
     def compute_loss(
         self,
@@ -301,7 +317,10 @@ class LoopTrainer(Trainer):
             signal.signal(signal.SIGINT, previous)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super()._save_checkpoint(*args, **kwargs)
+        with warnings.catch_warnings():
+            # Two checkpoints within a second make some versions doubt the file system, and order them by step: rightly.
+            warnings.filterwarnings("ignore", message="mtime may not be reliable")
+            super()._save_checkpoint(*args, **kwargs)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             step = self.state.global_step
