@@ -26,8 +26,8 @@ def test_the_summary_groups_systems_by_what_became_of_them() -> None:
     assert summarise(results) == (
         "Stable at T = 12: elastic-flt (4.70 nats per token, 1.70 below the unigram level) and flt (4.80 nats per token, "
         "1.60 below the unigram level). Collapsed at T = 12: lt (6.45 nats per token, 0.05 above the unigram level). One "
-        "elastic-flt model answers at any budget: perplexity 120.0 with 1 loop, 105.0 at its best with 4 loops, 109.0 with "
-        "16 loops."
+        "elastic-flt model answers at any budget: perplexity 120.0 with 1 loop, 109.0 with 16 loops; 14.3% lie between its "
+        "best (4 loops) and its worst (1 loop)."
     )
 
 

@@ -9,11 +9,13 @@ from typing import Any
 from loopformers.report.page import Block, Page, Picture, Sample, Section, save_page
 from loopformers.report.plots import (
     Curve,
+    ResidualMap,
     figure_bytes,
     gradient_norm_panel,
     loss_panel,
     plot_budgets,
     plot_over_steps,
+    plot_residual_maps,
     plot_residual_norms,
 )
 from loopformers.report.tables import Column, Table, Value
@@ -33,9 +35,9 @@ def write_report(path: Path, settings: QuickstartSettings, results: Sequence[Sys
     """
     records = {result.system: read_records(folder, result.system) for result in results}
     blocks: list[Section] = [
-        Section("How each system ended", [systems_table(results), *_verdicts(results)]),
+        Section("How each system ended", [systems_table(results), _details(results)]),
         Section("Training", [_losses(settings, results, records), _gradient_norms(results, records)]),
-        Section("Inside the loop", [_residual_norms(results, records)]),
+        Section("Inside the loop", [_residual_norms(results, records), _residual_maps(results, records)]),
         Section("One model, several budgets", [budget_table(results), _budgets(results), *_samples(results)]),
     ]
     page = Page(
@@ -47,10 +49,25 @@ def write_report(path: Path, settings: QuickstartSettings, results: Sequence[Sys
     return save_page(page, path)
 
 
-def _verdicts(results: Sequence[SystemResult]) -> list[Block]:
-    columns = (Column(key="system", title="system"), Column(key="reason", title="what the verdict rests on"))
-    rows = tuple({"system": result.system, "reason": result.reason} for result in results)
-    return [Table(title="Verdicts", columns=columns, rows=rows)]
+def _details(results: Sequence[SystemResult]) -> Table:
+    columns = (
+        Column(key="system", title="system"),
+        Column(key="reason", title="what the verdict rests on"),
+        Column(key="bits", title="loss", unit="bits per byte", align="right", format=".3f"),
+        Column(key="parameters", title="parameters", align="right", format=",d"),
+        Column(key="flops", title="training compute", unit="TFLOP", align="right", format=".2f"),
+    )
+    rows: tuple[Mapping[str, Value], ...] = tuple(
+        {
+            "system": result.system,
+            "reason": result.reason,
+            "bits": result.bits_per_byte,
+            "parameters": result.num_parameters,
+            "flops": result.training_flops / 1e12,
+        }
+        for result in results
+    )
+    return Table(title="Verdicts and costs", columns=columns, rows=rows)
 
 
 def _curves(results: Sequence[SystemResult], records: Mapping[str, list[dict[str, Any]]], key: str) -> list[Curve]:
@@ -89,7 +106,7 @@ def _gradient_norms(results: Sequence[SystemResult], records: Mapping[str, list[
     return Picture(
         content=figure_bytes(plot_over_steps([panel])),
         alt="Gradient norm by step for " + ", ".join(records),
-        caption="Oscillation: one set of weights collects gradient from every loop, and the norm swings.",
+        caption="One set of weights collects gradient from every loop. A norm that swings from step to step is oscillation.",
         formula="global L2 norm of the gradient before clipping",
     )
 
@@ -102,8 +119,25 @@ def _residual_norms(results: Sequence[SystemResult], records: Mapping[str, list[
     return Picture(
         content=figure_bytes(plot_residual_norms(curves)),
         alt="Residual norm by loop after the last update for " + ", ".join(records),
-        caption="Explosion: in a plain loop the residual stream grows far beyond that of the other systems.",
+        caption="A residual stream far above that of the others is what the paper on FLT calls explosion.",
         formula="mean over tokens of the L2 norm of the residual stream before each loop's closing norm, last update",
+    )
+
+
+def _residual_maps(results: Sequence[SystemResult], records: Mapping[str, list[dict[str, Any]]]) -> Picture:
+    maps = [
+        ResidualMap(
+            result.system,
+            [r["step"] for r in records[result.system]],
+            [r["residual_norms"] for r in records[result.system]],
+        )
+        for result in results
+    ]
+    return Picture(
+        content=figure_bytes(plot_residual_maps(maps)),
+        alt="Residual norm by loop and step for " + ", ".join(records),
+        caption="The same norm over training.",
+        formula="as beside it, at every update",
     )
 
 
@@ -149,8 +183,6 @@ def systems_table(results: Sequence[SystemResult]) -> Table:
         Column(key="verdict", title="verdict"),
         Column(key="spread", title="gradient norm spread", unit="std of log", align="right", format=".2f"),
         Column(key="residual_norm", title="residual norm, last loop", align="right", format=".1f"),
-        Column(key="parameters", title="parameters", align="right", format=",d"),
-        Column(key="flops", title="training compute", unit="TFLOP", align="right", format=".2f"),
     )
     rows: list[Mapping[str, Value]] = [
         {
@@ -161,8 +193,6 @@ def systems_table(results: Sequence[SystemResult]) -> Table:
             "verdict": result.verdict,
             "spread": result.log_gradient_norm_std,
             "residual_norm": result.last_residual_norm,
-            "parameters": result.num_parameters,
-            "flops": result.training_flops / 1e12,
         }
         for result in results
     ]
@@ -219,16 +249,18 @@ def summarise(results: Sequence[SystemResult]) -> str:
     sentences = []
     for verdict in dict.fromkeys(result.verdict for result in results):
         group = [result for result in results if result.verdict == verdict]
-        told = " and ".join(f"{r.system} ({r.loss:.2f} nats per token, {_distance(r)})" for r in group)
-        sentences.append(f"{verdict.capitalize()} at T = {group[0].num_loops}: {told}.")
+        endings = [f"{r.system} ({r.loss:.2f} nats per token, {_distance(r)})" for r in group]
+        listed = " and ".join([*([", ".join(endings[:-1])] if endings[:-1] else []), endings[-1]])
+        sentences.append(f"{verdict.capitalize()} at T = {group[0].num_loops}: {listed}.")
     elastic = elastic_result(results)
     if elastic is not None and elastic.budgets:
-        fewest, most = elastic.budgets[0], max(elastic.budgets, key=lambda b: b["num_loops"])
-        best = min(elastic.budgets, key=lambda b: b["perplexity"])
+        scored = {b["num_loops"]: b["perplexity"] for b in elastic.budgets}
+        shown = sorted({min(scored), max(scored), elastic.num_loops} & scored.keys())
+        told = ", ".join(f"{scored[m]:.1f} with {_loops(m)}" for m in shown)
+        best, worst = min(scored, key=scored.__getitem__), max(scored, key=scored.__getitem__)
         sentences.append(
-            f"One {elastic.system} model answers at any budget: perplexity {fewest['perplexity']:.1f} with "
-            f"{_loops(fewest['num_loops'])}, {best['perplexity']:.1f} at its best with {_loops(best['num_loops'])}, "
-            f"{most['perplexity']:.1f} with {_loops(most['num_loops'])}."
+            f"One {elastic.system} model answers at any budget: perplexity {told}; {scored[worst] / scored[best] - 1:.1%} "
+            f"lie between its best ({_loops(best)}) and its worst ({_loops(worst)})."
         )
     return " ".join(sentences)
 
