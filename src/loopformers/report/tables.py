@@ -151,6 +151,7 @@ class Table:
             title=Text(self.title, style="bold"),
             caption=Text(self.note) if self.note else None,
             box=rich.box.SIMPLE_HEAD,
+            show_edge=False,
             title_justify="left",
             caption_justify="left",
         )

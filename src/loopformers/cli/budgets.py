@@ -1,0 +1,50 @@
+"""The arguments that say how many loops to run, shared by the commands that take budgets."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from loopformers.errors import ConfigError
+from loopformers.schedule import Schedule
+
+if TYPE_CHECKING:
+    from loopformers.model.config import LoopConfig
+
+__all__ = ["add_budget_arguments", "parse_budgets"]
+
+
+def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare `--num-loops` and `--schedule`, of which one may be given."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--num-loops", metavar="M[,M...]", help="numbers of loops, such as 1,4,12 (default: the trained one)"
+    )
+    group.add_argument(
+        "--schedule",
+        action="append",
+        metavar="S",
+        help="a schedule: uniform:4, coarse-first:4, fine-first:4, or step sizes such as 1/2,1/4,1/4; give it several times "
+        "for several; unequal steps need a model that is conditioned on time",
+    )
+
+
+def parse_budgets(num_loops: str | None, schedules: Sequence[str] | None, config: LoopConfig) -> list[Schedule]:
+    """Return the runs that the two arguments ask of a model; by default the trained one.
+
+    Raises:
+        ConfigError: A part that is no number of loops, or a schedule that the model cannot run.
+    """
+    if schedules:
+        return [config.resolve_schedule(schedule=schedule) for schedule in schedules]
+    if num_loops is None:
+        return [config.resolve_schedule()]
+    runs = []
+    for part in num_loops.split(","):
+        if not part.strip().isascii() or not part.strip().isdigit():
+            raise ConfigError(
+                f"--num-loops {num_loops}: {part.strip()!r} is no number of loops; write whole numbers from 1, such as 1,4,12"
+            )
+        runs.append(config.resolve_schedule(num_loops=int(part)))
+    return runs

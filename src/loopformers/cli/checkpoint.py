@@ -1,0 +1,109 @@
+"""How commands open a checkpoint folder: from this disk alone, and with our own errors where it is none of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopformers.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from loopformers.model.config import LoopConfig
+    from loopformers.model.modeling import LoopedForCausalLM
+
+__all__ = ["load_config", "load_model", "load_tokenizer", "quiet_transformers"]
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def load_config(folder: str) -> LoopConfig:
+    """Return the configuration of a checkpoint.
+
+    Raises:
+        CheckpointError: No such folder, no configuration in it, or one of another model.
+    """
+    from loopformers.model.config import LoopConfig
+
+    path = Path(folder)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{folder} is no folder; give the folder of a checkpoint, which holds config.json and weights"
+        )
+    file = path / "config.json"
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder} holds no config.json, so it is no checkpoint of ours; official checkpoints are turned into one by "
+            "loopformers convert"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is no readable JSON, perhaps truncated: {error}") from error
+    model_type = fields.get("model_type") if isinstance(fields, dict) else None
+    if model_type != LoopConfig.model_type:
+        raise CheckpointError(
+            f"{file} describes a model of type {model_type!r}, and this command opens {LoopConfig.model_type!r}; give a "
+            "checkpoint that save_pretrained or loopformers convert wrote"
+        )
+    return LoopConfig.from_pretrained(folder, local_files_only=True)
+
+
+def load_model(folder: str) -> LoopedForCausalLM:
+    """Return the model of a checkpoint in evaluation mode, in the precision that it was saved in.
+
+    Raises:
+        CheckpointError: See `load_config`; or weights that are missing, truncated, or of another shape.
+    """
+    config = load_config(folder)
+    if not any((Path(folder) / name).exists() for name in WEIGHTS):
+        raise CheckpointError(f"{folder} holds no {WEIGHTS[0]}; copy the weights there, or save the model again")
+    from loopformers.model.modeling import LoopedForCausalLM
+
+    with quiet_transformers():
+        model, report = LoopedForCausalLM.from_pretrained(
+            folder, config=config, local_files_only=True, dtype="auto", output_loading_info=True
+        )
+    for kind in ("missing_keys", "unexpected_keys"):
+        if names := sorted(map(str, report[kind])):
+            raise CheckpointError(
+                f"the weights in {folder} do not fit its config.json: {len(names)} {kind.replace('_', ' ')}, the first "
+                f"{names[0]}; save the model again with its own configuration"
+            )
+    loaded: LoopedForCausalLM = model.eval()
+    return loaded
+
+
+def load_tokenizer(folder: str) -> Any:
+    """Return the tokenizer in a folder.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    from transformers import AutoTokenizer
+
+    if not (Path(folder) / "tokenizer_config.json").exists():
+        raise CheckpointError(f"{folder} holds no tokenizer; name the folder of one with --tokenizer")
+    with quiet_transformers():
+        try:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"the tokenizer in {folder} does not load: {error}") from error
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' progress bars and loading reports off the terminal: we say ourselves what there is to say."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,90 @@
+"""`loopformers convert`: an official checkpoint becomes a folder that `from_pretrained` opens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from loopformers.cli.console import print_heading, print_json, print_note
+from loopformers.errors import ConfigError
+from loopformers.schedule import check_num_loops
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.description = (
+        "Convert a checkpoint of the released FLT or LoopFormer code. Nothing in the file is executed, every tensor finds its\n"
+        "place or the command fails, and the output folder appears complete or not at all."
+    )
+    parser.epilog = (
+        "examples:\n"
+        "  loopformers convert out/loopformer/ckpt.pt models/loopformer-3x8 --num-loops 8\n"
+        "  loopformers convert checkpoints/d6 models/flt-small --tokenizer tokenizers/d6"
+    )
+    parser.add_argument(
+        "official", metavar="OFFICIAL", help="model_*.pt, ckpt.pt or *.safetensors, or the folder of one"
+    )
+    parser.add_argument("output", metavar="OUT", help="folder to write")
+    parser.add_argument(
+        "--case",
+        type=Path,
+        metavar="FILE",
+        help="JSON with fields of the official constructor that the checkpoint lacks",
+    )
+    parser.add_argument(
+        "--num-loops", type=int, metavar="T", help="loops it was trained with; LoopFormer's files do not say"
+    )
+    parser.add_argument("--tokenizer", metavar="DIR", help="folder of a tokenizer to put beside the weights")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
+    case = None if arguments.case is None else _read_case(arguments.case)
+    num_loops = None if arguments.num_loops is None else check_num_loops(arguments.num_loops)
+    from loopformers.cli.checkpoint import quiet_transformers
+    from loopformers.model.convert import convert_checkpoint
+
+    with quiet_transformers():
+        config = convert_checkpoint(
+            arguments.official,
+            arguments.output,
+            case=case,
+            num_loops=num_loops,
+            tokenizer=arguments.tokenizer,
+            overwrite=arguments.overwrite,
+        )
+    result = {
+        "official": arguments.official,
+        "output": arguments.output,
+        "num_parameters": config.num_parameters(),
+        "num_loops": config.num_loops,
+        "tokenizer": arguments.tokenizer,
+        "files": sorted(file.name for file in Path(arguments.output).iterdir()),
+    }
+    if arguments.json:
+        print_json(result)
+        return 0
+    print_heading(f"Converted {arguments.official} to {arguments.output}")
+    print_note(
+        f"{config.num_parameters():,} parameters, {config.num_hidden_layers} layers looped {config.num_loops} times; "
+        f'load them with LoopedForCausalLM.from_pretrained("{arguments.output}")'
+    )
+    return 0
+
+
+def _read_case(file: Path) -> dict[str, Any]:
+    try:
+        case = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"--case {file} does not exist; give a JSON file") from error
+    except ValueError as error:
+        raise ConfigError(f"--case {file} is no readable JSON: {error}") from error
+    if not isinstance(case, dict):
+        raise ConfigError(f"--case {file} holds a {type(case).__name__}; give one JSON object of constructor fields")
+    return case

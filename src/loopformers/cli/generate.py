@@ -1,0 +1,203 @@
+"""`loopformers generate`: continue a text, at one or several numbers of loops."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from loopformers.cli.budgets import add_budget_arguments, parse_budgets
+from loopformers.cli.console import print_heading, print_json, write
+from loopformers.errors import ConfigError
+
+if TYPE_CHECKING:
+    from loopformers.model.modeling import LoopedForCausalLM
+    from loopformers.schedule import Schedule
+
+__all__ = ["TextStream", "add_arguments", "run"]
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What half a character decodes to: a byte-level token may end inside one."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.description = (
+        "Continue a text. Greedy unless --temperature, --top-k or --top-p is given (sampling) or --num-beams is above 1.\n"
+        "Several numbers of loops give one text each, from the same seed."
+    )
+    parser.epilog = (
+        "examples:\n"
+        '  loopformers generate runs/quickstart/elastic-flt --prompt "It was a" --num-loops 1,4,12\n'
+        '  loopformers generate models/loopformer-3x8 --prompt "Once" --schedule coarse-first:4 --temperature 0.8 --seed 1'
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue; - reads it from stdin")
+    add_budget_arguments(parser)
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="at most so many (default: %(default)s)"
+    )
+    parser.add_argument("--temperature", type=float, metavar="X", help="sample, with logits divided by X")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that hold a share P")
+    parser.add_argument("--num-beams", type=int, default=1, metavar="B", help="beam search (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: MODEL)")
+    parser.add_argument("--json", action="store_true", help="print JSON: prompt, seed, and one sample a run")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
+    options = _decoding(arguments)
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    from loopformers.cli.checkpoint import load_config, load_model, load_tokenizer
+
+    config = load_config(arguments.model)
+    schedules = parse_budgets(arguments.num_loops, arguments.schedule, config)
+    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+    prompt_ids = _encode(tokenizer, prompt, config.vocab_size)
+    limit = config.max_position_embeddings
+    if config.position_embedding == "learned" and len(prompt_ids) + arguments.max_new_tokens > limit:
+        raise ConfigError(
+            f"a prompt of {len(prompt_ids)} tokens and {arguments.max_new_tokens} new ones are more than the {limit} positions "
+            f"that this model learned; shorten the prompt, or give --max-new-tokens {max(1, limit - len(prompt_ids))}"
+        )
+    model = load_model(arguments.model)
+    samples = []
+    for schedule in schedules:
+        on_text = None
+        if not arguments.json:
+            if len(schedules) > 1:
+                print_heading(_heading(schedule))
+            write(prompt)
+            on_text = write
+        ids = _generate(model, tokenizer, prompt_ids, schedule, options, arguments.seed, on_text)
+        if not arguments.json:
+            write("\n\n" if len(schedules) > 1 and schedule is not schedules[-1] else "\n")
+        samples.append(
+            {
+                "num_loops": schedule.num_loops,
+                "schedule": str(schedule),
+                "text": tokenizer.decode(ids, skip_special_tokens=True),
+                "token_ids": ids,
+                "num_new_tokens": len(ids),
+                "forward_flops_per_token": config.flops_per_token(
+                    schedule=schedule, seq_len=len(prompt_ids) + len(ids)
+                ),
+            }
+        )
+    if arguments.json:
+        settings = {"prompt": prompt, "num_prompt_tokens": len(prompt_ids), "seed": arguments.seed, "decoding": options}
+        print_json({"model": arguments.model, **settings, "samples": samples})
+    return 0
+
+
+class TextStream:
+    """Hands on a text while it is generated, in whole characters: a streamer of `generate`.
+
+    Args:
+        tokenizer: Decodes.
+        on_text: Called with each new piece.
+    """
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
+        self.tokenizer, self.on_text = tokenizer, on_text
+        self.ids: list[int] = []
+        self.num_shown = 0
+        self.is_prompt = True
+
+    def put(self, value: Any) -> None:
+        """Take the next tokens, of any shape; the first call brings the prompt, which is left out."""
+        if self.is_prompt:
+            self.is_prompt = False
+            return
+        self.ids += value.flatten().tolist()
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if not text.endswith(REPLACEMENT):
+            self._show(text)
+
+    def end(self) -> None:
+        """Show what is left."""
+        self._show(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+
+    def _show(self, text: str) -> None:
+        if len(text) > self.num_shown:
+            self.on_text(text[self.num_shown :])
+            self.num_shown = len(text)
+
+
+def _generate(
+    model: LoopedForCausalLM,
+    tokenizer: Any,
+    prompt_ids: list[int],
+    schedule: Schedule,
+    options: dict[str, Any],
+    seed: int,
+    on_text: Callable[[str], None] | None,
+) -> list[int]:
+    import torch
+
+    torch.manual_seed(seed)
+    stream = None if on_text is None or options["num_beams"] > 1 else TextStream(tokenizer, on_text)
+    stop = tokenizer.eos_token_id if model.config.eos_token_id is None else model.config.eos_token_id
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ids = torch.tensor([prompt_ids], device=model.device)
+    output: Any = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        schedule=schedule,
+        streamer=stream,
+        eos_token_id=stop,
+        pad_token_id=pad,
+        **options,
+    )
+    new: list[int] = output[0, len(prompt_ids) :].tolist()
+    if on_text is not None and stream is None:
+        on_text(tokenizer.decode(new, skip_special_tokens=True))
+    return new
+
+
+def _decoding(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return arguments of `generate`, checked."""
+    for flag, value, legal, rule in (
+        ("--max-new-tokens", arguments.max_new_tokens, lambda n: n >= 1, "at least 1"),
+        (
+            "--temperature",
+            arguments.temperature,
+            lambda x: 0 < x < float("inf"),
+            "positive; leave it out for greedy decoding",
+        ),
+        ("--top-k", arguments.top_k, lambda k: k >= 1, "at least 1"),
+        ("--top-p", arguments.top_p, lambda p: 0 < p <= 1, "above 0 and at most 1"),
+        ("--num-beams", arguments.num_beams, lambda b: b >= 1, "at least 1"),
+        ("--seed", arguments.seed, lambda s: s >= 0, "at least 0"),
+    ):
+        if value is not None and not legal(value):
+            raise ConfigError(f"{flag} {value} must be {rule}")
+    sampling = {"temperature": arguments.temperature, "top_k": arguments.top_k, "top_p": arguments.top_p}
+    given = {name: value for name, value in sampling.items() if value is not None}
+    if given:
+        given.setdefault("top_k", 0)  # transformers would cut to 50 tokens unasked
+    return {
+        "max_new_tokens": arguments.max_new_tokens,
+        "num_beams": arguments.num_beams,
+        "do_sample": bool(given),
+        **given,
+    }
+
+
+def _encode(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
+    ids: list[int] = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise ConfigError(f"--prompt {prompt!r} holds no token, and there is nothing to continue; give some text")
+    if max(ids) >= vocab_size:
+        raise ConfigError(
+            f"the tokenizer gives token {max(ids)}, and the model knows {vocab_size}; give the model's own with --tokenizer"
+        )
+    return ids
+
+
+def _heading(schedule: Schedule) -> str:
+    loops = f"{schedule.num_loops} loop{'s' if schedule.num_loops > 1 else ''}"
+    return loops if schedule.is_uniform else f"{loops}: {schedule}"

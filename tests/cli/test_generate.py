@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loopformers import LoopedForCausalLM
+from loopformers.cli.generate import TextStream
+from loopformers.cli.main import main
+from loopformers.data.tokenizer import bundled_tokenizer
+
+PROMPT = "It was a bright cold day"
+
+
+def generate(
+    capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object, prompt: str = PROMPT
+) -> dict[str, Any]:
+    assert main(["generate", str(folder), "--prompt", prompt, *map(str, arguments), "--json"]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    record: dict[str, Any] = json.loads(output.out)
+    return record
+
+
+def expected(folder: Path, **options: Any) -> list[int]:
+    """What the model's own generate gives."""
+    model = LoopedForCausalLM.from_pretrained(folder).eval()
+    ids = torch.tensor([bundled_tokenizer()(PROMPT)["input_ids"]])
+    torch.manual_seed(options.pop("seed", 0))
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, eos_token_id=0, **options)
+    new: list[int] = output[0, ids.shape[1] :].tolist()
+    return new
+
+
+def test_json_holds_one_sample_a_budget_equal_to_the_models_own(
+    checkpoints: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoints / "elastic-flt"
+    record = generate(capsys, folder, "--num-loops", "1,3,5", "--max-new-tokens", 6)
+    tokenizer = bundled_tokenizer()
+    assert (record["model"], record["prompt"]) == (str(folder), PROMPT)
+    assert record["num_prompt_tokens"] == len(tokenizer(PROMPT)["input_ids"])
+    assert [sample["num_loops"] for sample in record["samples"]] == [1, 3, 5]
+    for sample in record["samples"]:
+        ids = expected(folder, num_loops=sample["num_loops"], max_new_tokens=6, do_sample=False)
+        assert sample["token_ids"] == ids
+        assert sample["num_new_tokens"] == len(ids)
+        assert sample["text"] == tokenizer.decode(ids, skip_special_tokens=True)
+    flops = [sample["forward_flops_per_token"] for sample in record["samples"]]
+    assert flops == sorted(flops)
+    assert len({tuple(sample["token_ids"]) for sample in record["samples"]}) == 3
+
+
+def test_a_schedule_is_run_as_given(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoints / "elastic-flt"
+    record = generate(capsys, folder, "--schedule", "2/3,1/3", "--schedule", "1/3,2/3", "--max-new-tokens", 5)
+    assert [sample["schedule"] for sample in record["samples"]] == ["2/3,1/3", "1/3,2/3"]
+    for sample in record["samples"]:
+        assert sample["token_ids"] == expected(folder, schedule=sample["schedule"], max_new_tokens=5, do_sample=False)
+
+
+def test_sampling_follows_its_options_and_its_seed(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoints / "lt"
+    options = ["--temperature", 0.7, "--top-p", 0.9, "--max-new-tokens", 8]
+    first, again, other = (generate(capsys, folder, *options, "--seed", seed)["samples"] for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+    ids = expected(folder, seed=3, do_sample=True, temperature=0.7, top_p=0.9, top_k=0, max_new_tokens=8)
+    assert first[0]["token_ids"] == ids
+
+
+def test_each_budget_of_a_sampled_run_starts_from_the_same_seed(
+    checkpoints: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = generate(capsys, checkpoints / "lt", "--num-loops", "2,2", "--top-k", 40, "--max-new-tokens", 6)
+    first, second = record["samples"]
+    assert first == second
+
+
+def test_beams_are_searched(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoints / "lt"
+    record = generate(capsys, folder, "--num-beams", 3, "--max-new-tokens", 5)
+    assert record["samples"][0]["token_ids"] == expected(folder, num_beams=3, do_sample=False, max_new_tokens=5)
+    assert main(["generate", str(folder), "--prompt", PROMPT, "--num-beams", "3", "--max-new-tokens", "5"]) == 0
+    assert capsys.readouterr().out == PROMPT + record["samples"][0]["text"] + "\n"
+
+
+def test_a_terminal_gets_the_prompt_and_its_continuation(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoints / "lt"
+    text = generate(capsys, folder, "--max-new-tokens", 6)["samples"][0]["text"]
+    assert main(["generate", str(folder), "--prompt", PROMPT, "--max-new-tokens", "6"]) == 0
+    assert capsys.readouterr() == (f"{PROMPT}{text}\n", "")
+
+
+def test_several_budgets_stand_under_headings(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoints / "elastic-flt"
+    arguments = ["--schedule", "uniform:1", "--schedule", "2/3,1/3", "--max-new-tokens", "4"]
+    one, two = (sample["text"] for sample in generate(capsys, folder, *arguments)["samples"])
+    assert main(["generate", str(folder), "--prompt", PROMPT, *arguments]) == 0
+    assert capsys.readouterr().out == f"1 loop\n{PROMPT}{one}\n\n2 loops: 2/3,1/3\n{PROMPT}{two}\n"
+
+
+def test_a_prompt_is_read_from_stdin(
+    checkpoints: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    record = generate(capsys, checkpoints / "lt", "--max-new-tokens", 1, prompt="-")
+    assert record["prompt"] == PROMPT
+
+
+def test_a_tokenizer_may_live_elsewhere(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoints / "lt", bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    assert main(["generate", str(bare), "--prompt", PROMPT]) == 2
+    assert "holds no tokenizer; name the folder of one with --tokenizer" in capsys.readouterr().err
+    assert generate(capsys, bare, "--tokenizer", checkpoints / "lt", "--max-new-tokens", 2)["samples"][0]["token_ids"]
+
+
+def test_generation_stops_at_the_end_of_text(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """peer-faults 23: stop tokens of another tokenizer, and generation never ends."""
+    folder = Path(shutil.copytree(checkpoints / "lt", tmp_path / "lt"))
+    model = LoopedForCausalLM.from_pretrained(folder)
+    ids = expected(folder, max_new_tokens=9, do_sample=False)
+    stop = next(token for token in ids if token != ids[0])
+    model.config.eos_token_id = model.generation_config.eos_token_id = stop
+    model.save_pretrained(folder)
+    capsys.readouterr()
+    record = generate(capsys, folder, "--max-new-tokens", 9)
+    assert record["samples"][0]["token_ids"] == ids[: ids.index(stop) + 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
+        (["--temperature", "0"], "--temperature 0.0 must be positive; leave it out for greedy decoding"),
+        (["--temperature", "nan"], "--temperature nan must be positive"),
+        (["--top-k", "0"], "--top-k 0 must be at least 1"),
+        (["--top-p", "1.5"], "--top-p 1.5 must be above 0 and at most 1"),
+        (["--num-beams", "0"], "--num-beams 0 must be at least 1"),
+        (["--seed", "-1"], "--seed -1 must be at least 0"),
+        (["--num-loops", "0"], "num_loops=0 must be a whole number of at least 1"),
+        (["--schedule", "2/3,1/3"], "does not know step sizes"),
+        (["--prompt", ""], "--prompt '' holds no token"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_printed(
+    checkpoints: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(checkpoints / "lt"), "--prompt", PROMPT, *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert text in output.err
+
+
+def test_more_tokens_than_learned_positions_are_refused_with_what_fits(
+    checkpoints: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoints / "loopformer"
+    num_prompt = len(bundled_tokenizer()(PROMPT)["input_ids"])
+    assert main(["generate", str(folder), "--prompt", PROMPT, "--max-new-tokens", "40"]) == 2
+    assert "more than the 40 positions that this model learned" in capsys.readouterr().err
+    fits = generate(capsys, folder, "--max-new-tokens", 40 - num_prompt)
+    assert fits["samples"][0]["num_new_tokens"] <= 40 - num_prompt
+    assert main(["generate", str(folder), "--prompt", PROMPT * 20, "--max-new-tokens", "1"]) == 2
+    assert "shorten the prompt" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from loopformers.testing import tiny_model
+
+    tiny_model("lt").save_pretrained(tmp_path / "small")
+    arguments = ["--prompt", PROMPT, "--tokenizer", str(checkpoints / "lt")]
+    assert main(["generate", str(tmp_path / "small"), *arguments]) == 2
+    assert "and the model knows 61; give the model's own with --tokenizer" in capsys.readouterr().err
+
+
+# -- the stream ---------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_hands_on_whole_characters_only() -> None:
+    tokenizer = bundled_tokenizer()
+    ids = tokenizer("naïve – 🐋 whale")["input_ids"]
+    pieces: list[str] = []
+    stream = TextStream(tokenizer, pieces.append)
+    stream.put(torch.tensor([[5, 6, 7]]))  # the prompt
+    for token in ids:
+        stream.put(torch.tensor([token]))
+    stream.end()
+    assert "".join(pieces) == "naïve – 🐋 whale"
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert len(pieces) > 3
+
+
+def test_a_stream_that_ends_inside_a_character_shows_what_there_is() -> None:
+    tokenizer = bundled_tokenizer()
+    ids = tokenizer("ab🐋")["input_ids"][:-1]
+    pieces: list[str] = []
+    stream = TextStream(tokenizer, pieces.append)
+    stream.put(torch.tensor([[5]]))
+    for token in ids:
+        stream.put(torch.tensor([token]))
+    stream.end()
+    assert "".join(pieces) == tokenizer.decode(ids)
