@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
-from loopformers.errors import ConfigError, unknown_name
+from loopformers.errors import CheckpointError, ConfigError, unknown_name
 from loopformers.laws import SHORT_SAMPLERS, Fixed, Law, ShortSampler, ShortTrajectory
 from loopformers.model.costs import Costs
 from loopformers.model.presets import preset_fields
@@ -129,13 +130,38 @@ class LoopConfig(Costs, PreTrainedConfig):
     """Token that batches are padded with."""
 
     def __init__(self, **fields: Any) -> None:
-        own = {name: default for name, default in vars(LoopConfig).items() if name in LoopConfig.__annotations__}
+        if (architecture := fields.pop("model_type", self.model_type)) != self.model_type:
+            raise CheckpointError(
+                f"model_type={architecture!r} is another architecture's configuration, not {self.model_type!r}; open it with "
+                "transformers' AutoModelForCausalLM, or convert an official looped checkpoint with `loopformers convert`"
+            )
+        own = self.own_fields()
         if unknown := sorted(fields.keys() - own.keys() - _INHERITED_FIELDS):
             raise ConfigError(unknown_name("field", unknown[0], own))
         for name, default in own.items():
             setattr(self, name, fields.pop(name, default))
         super().__init__(**fields)
         self.check()
+
+    @classmethod
+    def own_fields(cls) -> dict[str, Any]:
+        """Return the fields that shape a model and their defaults, without those that transformers adds."""
+        return {name: default for name, default in vars(LoopConfig).items() if name in LoopConfig.__annotations__}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """transformers' method; overrides are fields like any other, so they are checked and unknown ones refused.
+
+        Raises:
+            ConfigError: An unknown field, or a combination that is not legal.
+        """
+        own = cls.own_fields()
+        overrides = {name: kwargs.pop(name) for name in own.keys() & kwargs.keys()}
+        if not kwargs.get("return_unused_kwargs"):  # with it, transformers hands what is left to the model's loading
+            left = {name for name in kwargs.keys() - _INHERITED_FIELDS if not name.startswith("_")}
+            if unknown := sorted(left - {"return_unused_kwargs"}):
+                raise ConfigError(unknown_name("field", unknown[0], own))
+        return super().from_dict({**config_dict, **overrides}, **kwargs)
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> LoopConfig:
@@ -160,6 +186,9 @@ class LoopConfig(Costs, PreTrainedConfig):
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(unknown_name(name, getattr(self, name), allowed))
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be true or false")
         check_num_loops(self.num_loops)
         self._check_heads()
         self._check_window()
@@ -201,7 +230,7 @@ class LoopConfig(Costs, PreTrainedConfig):
             )
 
     def _check_window(self) -> None:
-        if not self.window_pattern or set(self.window_pattern) - set("SL"):
+        if not self.window_pattern or set(str(self.window_pattern)) - set("SL"):
             raise ConfigError(
                 f"window_pattern={self.window_pattern!r} must be a string of S (sliding) and L (full), such as 'SSSL'"
             )
@@ -210,14 +239,14 @@ class LoopConfig(Costs, PreTrainedConfig):
 
     def _check_numbers(self) -> None:
         for name in ("rope_theta", "time_scale", "initializer_range"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be positive")
+            if not _as_number(getattr(self, name)) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a positive number")
         for name in ("rms_norm_eps", "final_logit_softcapping"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be positive, or null for none")
+            if getattr(self, name) is not None and not _as_number(getattr(self, name)) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a positive number, or null for none")
         for name in ("short_weight", "consistency_weight"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 0")
+            if not _as_number(getattr(self, name)) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a number of at least 0")
 
     def _check_training(self) -> None:
         if self.objective == "shortcut_consistency" and self.num_loops < 2:
@@ -238,6 +267,11 @@ class LoopConfig(Costs, PreTrainedConfig):
         """Rows of embedding and head."""
         multiple = self.pad_vocab_size_multiple or 1
         return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def head_std(self) -> float:
+        """Standard deviation that an untied head starts with."""
+        return 0.001 if self.init_scheme == "flt" else self.initializer_range
 
     @property
     def slot_layout(self) -> SlotLayout:
@@ -287,6 +321,12 @@ class LoopConfig(Costs, PreTrainedConfig):
         return run
 
 
+def _as_number(value: Any) -> float:
+    """Return a finite number as it is, and anything else as one that is neither positive, zero nor negative."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number else math.nan
+
+
 _COUNTS = (
     "vocab_size", "pad_vocab_size_multiple", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_prelude_layers", "num_coda_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_rank",
@@ -296,6 +336,7 @@ _OPTIONAL = {
     "pad_vocab_size_multiple", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "kv_lora_rank", "sliding_window",
 }  # fmt: skip
+_SWITCHES = ("qk_norm", "tie_word_embeddings", "loop_norm", "use_cache")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "position_embedding": ("rotary", "learned"),
     "rope_table_dtype": ("float32", "bfloat16"),
@@ -313,7 +354,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _INHERITED_FIELDS = {
     # What transformers itself writes into a config.json or passes through from_pretrained, in its whole range.
     "architectures", "attn_implementation", "auto_map", "chunk_size_feed_forward", "dtype", "experts_implementation",
-    "id2label", "is_encoder_decoder", "label2id", "model_type", "name_or_path", "num_labels", "output_attentions",
+    "id2label", "is_encoder_decoder", "label2id", "name_or_path", "num_labels", "output_attentions",
     "output_hidden_states", "problem_type", "quantization_config", "return_dict", "torch_dtype", "transformers_version",
     "_commit_hash", "_name_or_path",
 }  # fmt: skip

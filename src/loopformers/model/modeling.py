@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from loopformers.errors import CacheError, ConfigError
+from loopformers.errors import CacheError, CheckpointError, ConfigError
 from loopformers.laws import LoopPlan, ShortTrajectory
 from loopformers.model.cache import LoopedCache
 from loopformers.model.config import LoopConfig
@@ -26,7 +27,8 @@ from loopformers.nn.mask import attention_mask as build_mask
 from loopformers.nn.mlp import MLP
 from loopformers.nn.rope import rotary_tables
 from loopformers.objectives import OBJECTIVES
-from loopformers.objectives.contract import IGNORE, ObjectiveWeights, Targets, Trajectory
+from loopformers.objectives.contract import ObjectiveWeights, Prediction, Targets
+from loopformers.objectives.cross_entropy import IGNORE
 from loopformers.recurrence.injection import INJECTIONS
 from loopformers.recurrence.slots import Stage
 from loopformers.recurrence.stream import STREAMS
@@ -123,6 +125,63 @@ class LoopedPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """transformers' method, which here reads safetensors alone, so that no pickle is ever opened.
+
+        Raises:
+            CheckpointError: The checkpoint is missing, truncated or foreign, or a tensor's shape does not fit.
+            ConfigError: Its configuration, with the overrides among `kwargs`, is not legal.
+        """
+        source = pretrained_model_name_or_path
+        wants_info = kwargs.pop("output_loading_info", False)
+        may_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
+        asked = {"use_safetensors": True, **kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        try:
+            model, info = super().from_pretrained(source, *args, **asked)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{source} is no readable checkpoint, perhaps missing or truncated: {error}; give a folder of config.json and "
+                "model.safetensors, as save_pretrained writes it, or convert an official one with `loopformers convert`"
+            ) from error
+        if info["mismatched_keys"] and not may_mismatch:
+            name, found, expected = min(info["mismatched_keys"])
+            raise CheckpointError(
+                f"{source} holds {name} of shape {tuple(found)}, and its configuration asks for {tuple(expected)}; leave "
+                "overrides of sizes out, or pass ignore_mismatched_sizes=True to start such tensors anew"
+            )
+        if {name for name, _ in model.named_parameters() if "layers." in name} <= set(info["missing_keys"]):
+            raise CheckpointError(
+                f"{source} holds none of the model's layers, but {', '.join(sorted(info['unexpected_keys'])[:3]) or 'nothing'}; "
+                "it is of another architecture, or an official file that `loopformers convert` takes"
+            )
+        return (model, info) if wants_info else model
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Embedding:
+        """Change the vocabulary, as transformers' method; rows stay padded, and vocab_size counts tokens without padding.
+
+        Args:
+            new_num_tokens: Tokens of the new vocabulary; default: as many as now.
+            pad_to_multiple_of: New multiple of the rows; default: the configuration's.
+            mean_resizing: Whether new rows start near the mean of the old ones, or as the model's initialiser has it.
+        """
+        config, head = self.config, self.get_output_embeddings()
+        tokens = new_num_tokens or config.vocab_size
+        multiple = pad_to_multiple_of or config.pad_vocab_size_multiple
+        rows = config.padded_vocab_size
+        embedding = super().resize_token_embeddings(tokens, multiple, mean_resizing)
+        config.vocab_size, config.pad_vocab_size_multiple = tokens, multiple
+        if head is not None:
+            head = as_role("head", self.get_output_embeddings())  # it may be a new module, made without its role
+            if not mean_resizing and not config.tie_word_embeddings:
+                torch.nn.init.normal_(head.weight.data[rows:], std=config.head_std)
+        return embedding
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         config = self.config
@@ -132,8 +191,15 @@ class LoopedPreTrainedModel(PreTrainedModel):
             modulation=config.modulation_init,
             std=config.initializer_range,
             num_layers=config.num_hidden_layers,
-            head_std=0.001 if config.init_scheme == "flt" else config.initializer_range,
+            head_std=config.head_std,
         )
+
+    def _set_gradient_checkpointing(self, *args: Any, every_n_layers: int = 1, **kwargs: Any) -> None:
+        if every_n_layers != 1:
+            raise ConfigError(
+                f"every_n_layers={every_n_layers}: a looped model checkpoints whole loops, not layers; leave it out"
+            )
+        super()._set_gradient_checkpointing(*args, **kwargs)
 
 
 class LoopedModel(LoopedPreTrainedModel):
@@ -163,6 +229,7 @@ class LoopedModel(LoopedPreTrainedModel):
             self.conditioning = Conditioning(d, config.num_hidden_layers, config.conditioning, config.time_scale)
         self.norm = nn.RMSNorm(d, eps=config.rms_norm_eps, elementwise_affine=config.learned_norms != "none")
         self.gradient_checkpointing = False
+        self.num_kept_loops = 0
         self.post_init()
 
     def loop_start_norm(self, x: Tensor) -> Tensor:
@@ -255,8 +322,9 @@ class LoopedModel(LoopedPreTrainedModel):
         *,
         cache: LoopedCache | None = None,
         observer: Observer | None = None,
+        num_grad_loops: int | None = None,
     ) -> Tensor:
-        """Run the core along a schedule and return the last state, (batch, seq, dim)."""
+        """Run the core along a schedule and return the last state, (batch, seq, dim). Arguments as `unroll`'s."""
         modulations = self._modulations(schedule, cache, prepared.inputs.device)
         step_sizes = schedule.step_sizes
 
@@ -283,7 +351,14 @@ class LoopedModel(LoopedPreTrainedModel):
                 )
             checkpoint = self._gradient_checkpointing_func
         return unroll(
-            loop, prepared.inputs, schedule.num_loops, told=modulations, checkpoint=checkpoint, observer=observer
+            loop,
+            prepared.inputs,
+            schedule.num_loops,
+            told=modulations,
+            checkpoint=checkpoint,
+            num_kept_loops=self.num_kept_loops,
+            num_grad_loops=num_grad_loops,
+            observer=observer,
         )
 
     def finish(self, state: Tensor, prepared: PreparedInputs, cache: LoopedCache | None = None) -> Tensor:
@@ -429,6 +504,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = LoopedModel(config)
         self.lm_head = as_role("head", nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False))
+        self.loss_chunk_tokens: int | None = None
         self._draw = (0, 0)
         self.post_init()
 
@@ -444,6 +520,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         num_loops: int | None = None,
         schedule: Any = None,
         short_schedule: Any = None,
+        num_grad_loops: int | None = None,
         targets: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -469,6 +546,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             num_loops: Budget M; default: the trained T. M uniform steps for a model that knows time, M passes otherwise.
             schedule: A Schedule or anything that `Schedule.parse` reads.
             short_schedule: Short trajectory of shortcut consistency; default: drawn by the configured law.
+            num_grad_loops: Loops that keep gradients, counted from the last; default: all (truncated back-propagation).
             targets: As `labels`, but aligned with the logits. Give one of the two.
             num_items_in_batch: Targets that the loss is divided by, of all microbatches of a step; default: this one's.
             logits_to_keep: Compute logits of the last so many positions alone (0: all), or of these indices.
@@ -500,10 +578,13 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
                 inputs_embeds,
                 self._targets(targets, num_items_in_batch),
                 LoopRecord(states=output_loop_states, residual_norms=output_residual_norms),
+                num_grad_loops,
             )
         else:
             if short_schedule is not None:
                 raise ConfigError("short_schedule has no meaning without labels in training mode; give schedule")
+            if num_grad_loops is not None:
+                raise ConfigError("num_grad_loops has no meaning without labels in training mode; leave it out")
             trunk = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -523,7 +604,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             logits = self.head(
                 trunk.last_hidden_state[:, logits_to_keep if isinstance(logits_to_keep, Tensor) else kept]
             )
-            loss = None if targets is None else self._targets(targets, num_items_in_batch).cross_entropy(logits)
+            loss = None
+            if targets is not None:
+                whole = Prediction(trunk.last_hidden_state, logits)
+                loss = self._targets(targets, num_items_in_batch).cross_entropy(whole)
             output = LoopedCausalLMOutput(
                 loss=loss,
                 logits=logits,
@@ -557,7 +641,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
 
     def _targets(self, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Targets:
         count = (labels != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        return Targets(labels, count)
+        return Targets(labels, count, self.head, self.loss_chunk_tokens)
 
     def _objective(
         self,
@@ -569,12 +653,17 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None,
         targets: Targets,
         record: LoopRecord,
+        num_grad_loops: int | None,
     ) -> LoopedCausalLMOutput:
         config = self.config
         plan = LoopPlan(long, self._short(long, short_schedule))
         prepared = self.model.prepare(input_ids, attention_mask, position_ids, inputs_embeds, None, long)
 
-        def run(schedule: Schedule, *, every_loop: bool = False) -> Trajectory:
+        def predict(state: Tensor) -> Prediction:
+            hidden = self.model.finish(state, prepared)
+            return Prediction(hidden, self.head(hidden) if self.loss_chunk_tokens is None else None)
+
+        def run(schedule: Schedule, *, every_loop: bool = False) -> list[Prediction]:
             states: list[Tensor] = []
 
             def observe(loop_idx: int, residual: Tensor, state: Tensor) -> None:
@@ -583,13 +672,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
                 if schedule is plan.long:
                     record(loop_idx, residual, state)
 
-            state = self.model.run(prepared, schedule, observer=observe)
-            hidden = self.model.finish(state, prepared)
-            loop_hidden = (*(self.model.finish(s, prepared) for s in states[:-1]), hidden) if every_loop else ()
-            return Trajectory(hidden, self.head(hidden), loop_hidden)
+            state = self.model.run(prepared, schedule, observer=observe, num_grad_loops=num_grad_loops)
+            return [predict(s) for s in (states if every_loop else [state])]
 
         weights = ObjectiveWeights(config.short_weight, config.consistency_weight, config.consistency_target)
-        result = OBJECTIVES[config.objective](run, self.head, targets, plan, weights)
+        result = OBJECTIVES[config.objective](run, targets, plan, weights)
         return LoopedCausalLMOutput(
             loss=result.loss,
             logits=result.long.logits,
