@@ -209,11 +209,11 @@ class Schedule:
 SCHEDULE_KINDS = ("uniform", "coarse-first", "fine-first")
 
 
-def check_num_loops(num_loops: int) -> int:
-    """Return `num_loops`, or raise ConfigError when it is not a whole number of at least 1."""
+def check_num_loops(num_loops: int, *, name: str = "num_loops") -> int:
+    """Return a number of loops, or raise ConfigError when it is not a whole number of at least 1."""
     if isinstance(num_loops, bool) or not hasattr(num_loops, "__index__") or num_loops < 1:
         raise ConfigError(
-            f"num_loops={num_loops!r} must be a whole number of at least 1; give the number of passes to run"
+            f"{name}={num_loops!r} must be a whole number of at least 1; give the number of passes to run"
         )
     return operator.index(num_loops)
 

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from loopformers import ConfigError
 from loopformers.model.presets import PRESETS
 from loopformers.objectives import OBJECTIVES
+from loopformers.objectives.cross_entropy import chunked_cross_entropy_sum
 from loopformers.testing import tiny_model
 
 IDS = torch.randint(61, (3, 7), generator=torch.Generator().manual_seed(2))
@@ -131,3 +135,88 @@ def test_a_batch_without_targets_has_a_zero_loss_and_not_a_nan():
         model = tiny_model(preset).train()
         loss = model(IDS, labels=torch.full_like(IDS, -100)).loss
         assert float(loss.detach()) == 0.0
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("preset", ["flt", "loopformer", "elastic-flt"])
+def test_a_chunked_loss_equals_the_whole_one_in_value_and_gradients(preset, objective):
+    labels = IDS.clone()
+    labels[1, 3:] = -100
+    results = []
+    for chunk in (None, 1, 4, 1000):
+        model = tiny_model(preset, objective=objective).double().train()
+        model.loss_chunk_tokens = chunk
+        out = model(IDS, labels=labels)
+        out.loss.backward()
+        assert (out.logits is None) == (chunk is not None)
+        results.append([out.loss.detach(), *(p.grad for p in model.parameters())])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
+
+
+def test_a_chunked_loss_equals_torchs_own_where_there_is_no_cap():
+    if not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("this torch has no linear_cross_entropy")
+    model = tiny_model("loopformer").double()
+    hidden = model.model(IDS).last_hidden_state.flatten(0, 1)
+    ours = chunked_cross_entropy_sum(hidden, IDS.flatten(), model.head, chunk_tokens=4)
+    theirs = F.linear_cross_entropy(hidden, model.lm_head.weight, IDS.flatten(), reduction="sum")
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_chunked_loss_has_no_whole_logits_to_compare():
+    model = tiny_model("loopformer", consistency_target="logits").train()
+    model.loss_chunk_tokens = 4
+    with pytest.raises(ConfigError, match="consistency_target='logits' compares whole logits"):
+        model(IDS, labels=IDS)
+
+
+@pytest.mark.parametrize("preset", ["lt-query", "flt", "lt-input", "flt-residual"])
+def test_truncated_gradients_are_those_of_a_constant_state(preset):
+    model = tiny_model(preset, num_loops=5).double().train()
+    model(IDS, labels=IDS, num_grad_loops=2).loss.backward()
+    truncated = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    core = model.model
+    prepared = core.prepare(IDS, None, None, None, None, model.config.resolve_schedule())
+    state = None
+    for loop in range(5):
+        x = core.stream(prepared.inputs, state, 0.2)
+        for i, layer in enumerate(core.layers):
+            x, signal = (x, None) if state is None else core.injection(i, x, state)
+            x = layer(x, prepared.context, signal=signal)
+        state = core.norm(x) if model.config.loop_norm else x
+        if loop < 3:
+            state = state.detach()
+    cross_entropy(model.head(core.finish(state, prepared))).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(truncated[name], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_truncation_beyond_the_loops_changes_nothing_and_below_one_is_refused():
+    model = tiny_model("flt").double().train()
+    losses = [model(IDS, labels=IDS, num_grad_loops=n).loss for n in (None, 3, 99)]
+    gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+    with pytest.raises(ConfigError, match="num_grad_loops=0"):
+        model(IDS, labels=IDS, num_grad_loops=0)
+    with pytest.raises(ConfigError, match="only the first loop sees the embedding"):
+        tiny_model("lt").train()(IDS, labels=IDS, num_grad_loops=2)
+    with pytest.raises(ConfigError, match="num_grad_loops has no meaning"):
+        model.eval()(IDS, num_grad_loops=1)
+
+
+@pytest.mark.parametrize("preset", ["flt", "loopformer", "lt-input"])
+@pytest.mark.parametrize("kept", [0, 1, 2, 9])
+def test_kept_loops_change_no_gradient(preset, kept):
+    gradients = []
+    for checkpointed in (False, True):
+        model = tiny_model(preset, num_loops=4).double().train()
+        if checkpointed:
+            model._set_gradient_checkpointing(True, partial(checkpoint, use_reentrant=False))
+            model.model.num_kept_loops = kept
+        model.set_draw(1)
+        gradients.append(torch.autograd.grad(model(IDS, labels=IDS).loss, list(model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

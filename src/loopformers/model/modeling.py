@@ -33,7 +33,7 @@ from loopformers.recurrence.injection import INJECTIONS
 from loopformers.recurrence.slots import Stage
 from loopformers.recurrence.stream import STREAMS
 from loopformers.recurrence.unroll import Observer, unroll
-from loopformers.schedule import Schedule
+from loopformers.schedule import Schedule, check_num_loops
 
 __all__ = ["LoopRecord", "LoopedCausalLMOutput", "LoopedForCausalLM", "LoopedModel", "LoopedModelOutput"]
 
@@ -482,6 +482,10 @@ class LoopedModel(LoopedPreTrainedModel):
 class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     """A looped language model.
 
+    Two attributes trade memory for time in training and change no number: with `loss_chunk_tokens` set, the loss makes
+    the logits of so many tokens at a time (and `logits` of the output is None); under activation checkpointing the
+    last `model.num_kept_loops` loops keep their activations all the same.
+
     Args:
         config: A LoopConfig.
 
@@ -656,6 +660,13 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         num_grad_loops: int | None,
     ) -> LoopedCausalLMOutput:
         config = self.config
+        if num_grad_loops is not None:
+            check_num_loops(num_grad_loops, name="num_grad_loops")
+            if config.stream == "state" and num_grad_loops < long.num_loops:
+                raise ConfigError(
+                    f"num_grad_loops={num_grad_loops} of {long.num_loops} loops with stream='state': only the first loop sees "
+                    "the embedding, so it would get no gradient; leave num_grad_loops out, or use a stream that sees the inputs"
+                )
         plan = LoopPlan(long, self._short(long, short_schedule))
         prepared = self.model.prepare(input_ids, attention_mask, position_ids, inputs_embeds, None, long)
 

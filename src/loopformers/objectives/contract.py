@@ -6,16 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from loopformers.laws import LoopPlan
+from loopformers.objectives.cross_entropy import IGNORE, chunked_cross_entropy_sum, cross_entropy_sum
 from loopformers.schedule import Schedule
 
-__all__ = ["IGNORE", "Objective", "ObjectiveOutput", "ObjectiveWeights", "Targets", "Trajectory", "TrajectoryRunner"]
+__all__ = ["IGNORE", "Objective", "ObjectiveOutput", "ObjectiveWeights", "Prediction", "Targets", "TrajectoryRunner"]
 
-IGNORE = -100
-"""Label of a position that is no target (transformers' convention)."""
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the model says after one loop.
+
+    Attributes:
+        hidden: Final hidden state, after the final norm, (batch, seq, dim).
+        logits: Its logits, (batch, seq, vocab); None where they are made in chunks and never whole.
+    """
+
+    hidden: Tensor
+    logits: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +38,23 @@ class Targets:
     Args:
         labels: Target of each position, aligned with the logits, (batch, seq); IGNORE where there is none.
         count: Targets that all sums are divided by; the microbatch's own, or the whole step's.
+        head: Final hidden state (.., dim) -> logits (.., vocab).
+        chunk_tokens: Tokens whose logits are made at a time, where a prediction has none.
     """
 
     labels: Tensor
     count: Tensor | int
+    head: Callable[[Tensor], Tensor]
+    chunk_tokens: int | None = None
 
-    def cross_entropy(self, logits: Tensor) -> Tensor:
-        """Return the mean cross entropy in nats per target, a scalar. `logits`: (batch, seq, vocab)."""
-        total = F.cross_entropy(logits.flatten(0, 1), self.labels.flatten(), ignore_index=IGNORE, reduction="sum")
-        return total / self.count
+    def cross_entropy(self, prediction: Prediction) -> Tensor:
+        """Return the mean cross entropy in nats per target, a scalar."""
+        labels = self.labels.flatten()
+        if prediction.logits is not None:
+            return cross_entropy_sum(prediction.logits.flatten(0, 1), labels) / self.count
+        assert self.chunk_tokens is not None, "a prediction without logits is made for chunks"
+        hidden = prediction.hidden.flatten(0, 1)
+        return chunked_cross_entropy_sum(hidden, labels, self.head, chunk_tokens=self.chunk_tokens) / self.count
 
     @property
     def share(self) -> Tensor | float:
@@ -45,26 +63,11 @@ class Targets:
         return own / self.count
 
 
-@dataclass(frozen=True, slots=True)
-class Trajectory:
-    """One run of the loop.
-
-    Attributes:
-        hidden: Final hidden state, after the final norm, (batch, seq, dim).
-        loop_hidden: The same for every loop, when asked for.
-        logits: Its logits, (batch, seq, vocab).
-    """
-
-    hidden: Tensor
-    logits: Tensor
-    loop_hidden: tuple[Tensor, ...] = ()
-
-
 class TrajectoryRunner(Protocol):
     """Runs the model along a schedule."""
 
-    def __call__(self, schedule: Schedule, *, every_loop: bool = False) -> Trajectory:
-        """Return the trajectory, with every loop's final hidden state on request."""
+    def __call__(self, schedule: Schedule, *, every_loop: bool = False) -> list[Prediction]:
+        """Return the prediction after the last loop, or on request one after every loop."""
         ...
 
 
@@ -79,10 +82,10 @@ class ObjectiveWeights:
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveOutput:
-    """A scalar loss with gradients, its parts without, and the long trajectory."""
+    """A scalar loss with gradients, its parts without, and what the long trajectory ends with."""
 
     loss: Tensor
-    long: Trajectory
+    long: Prediction
     parts: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -90,18 +93,12 @@ class Objective(Protocol):
     """Computes the loss of one microbatch."""
 
     def __call__(
-        self,
-        run: TrajectoryRunner,
-        head: Callable[[Tensor], Tensor],
-        targets: Targets,
-        plan: LoopPlan,
-        weights: ObjectiveWeights,
+        self, run: TrajectoryRunner, targets: Targets, plan: LoopPlan, weights: ObjectiveWeights
     ) -> ObjectiveOutput:
         """Return the loss and its parts.
 
         Args:
             run: Runs the model along a schedule.
-            head: Final hidden state (batch, seq, dim) -> logits (batch, seq, vocab).
             targets: What to predict.
             plan: The trajectories of this microbatch.
             weights: For objectives of several terms.

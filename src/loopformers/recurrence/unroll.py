@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 __all__ = ["Checkpoint", "Loop", "Observer", "unroll"]
@@ -31,6 +32,8 @@ def unroll(
     *,
     told: Tensor | None = None,
     checkpoint: Checkpoint | None = None,
+    num_kept_loops: int = 0,
+    num_grad_loops: int | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
     """Run `loop` and return the last state.
@@ -45,12 +48,20 @@ def unroll(
         num_loops: How often, at least 1.
         told: What each loop is told, such as its modulation, (loops, ...); None: nothing.
         checkpoint: How to save activations; None: keep them all.
+        num_kept_loops: Loops, counted from the last, that keep their activations all the same.
+        num_grad_loops: Loops, counted from the last, that gradients flow through; the state that enters the first of
+            them is a constant. None: all.
         observer: Called after each loop.
     """
     state: Tensor | None = None
     for loop_idx in range(num_loops):
         given = (inputs, state, loop_idx, None if told is None else told[loop_idx])
-        residual, state = loop(*given) if checkpoint is None else checkpoint(loop, *given)
+        left = num_loops - loop_idx
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (num_grad_loops is None or left <= num_grad_loops)):
+            if checkpoint is None or left <= num_kept_loops or not torch.is_grad_enabled():
+                residual, state = loop(*given)
+            else:
+                residual, state = checkpoint(loop, *given)
         if observer is not None:
             observer(loop_idx, residual, state)
     assert state is not None, "a schedule has at least one loop"

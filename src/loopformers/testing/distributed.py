@@ -24,12 +24,12 @@ def run_distributed(function: Callable[..., Any], *args: Any, world_size: int = 
         torch.multiprocessing.ProcessRaisedException: A rank raised; its traceback is in the text.
     """
     import torch
-    import torch.multiprocessing
+    from torch.multiprocessing.spawn import spawn
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (function, args, world_size, port, str(folder)), nprocs=world_size)
+    spawn(_rank, (function, args, world_size, port, str(folder)), nprocs=world_size)
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(world_size)]
 
 
