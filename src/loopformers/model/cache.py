@@ -132,6 +132,7 @@ class LoopedCache(Cache):
         self.valid: Tensor | None = None
         self.positions: Tensor | None = None
         self.modulations: Tensor | None = None
+        self.is_packed = False
 
     def begin(self, schedule: Schedule, batch_size: int) -> None:
         """Fix the schedule and batch size on the first call, and check them on every other.
@@ -143,6 +144,7 @@ class LoopedCache(Cache):
             if schedule != self.schedule:
                 self.modulations = None
             self.schedule = schedule
+            self.is_packed = False
             return
         if schedule != self.schedule:
             raise CacheError(

@@ -36,7 +36,9 @@ class LoopConfig(Costs, PreTrainedConfig):
     """
 
     model_type = "loopformers"
-    keys_to_ignore_at_inference = ("past_key_values", "cache", "loop_states", "residual_norms", "loss_parts")
+    keys_to_ignore_at_inference = (
+        "past_key_values", "cache", "loop_states", "residual_norms", "loop_diagnostics", "loss_parts",
+    )  # fmt: skip
 
     vocab_size: int = 2048
     """Number of tokens."""

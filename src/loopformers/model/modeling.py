@@ -24,18 +24,20 @@ from loopformers.nn.conditioning import Conditioning
 from loopformers.nn.init import as_role, initialize
 from loopformers.nn.layer import Layer, Modulation
 from loopformers.nn.mask import attention_mask as build_mask
+from loopformers.nn.mask import packed_documents
 from loopformers.nn.mlp import MLP
 from loopformers.nn.rope import rotary_tables
 from loopformers.objectives import OBJECTIVES
 from loopformers.objectives.contract import ObjectiveWeights, Prediction, Targets
 from loopformers.objectives.cross_entropy import IGNORE
 from loopformers.recurrence.injection import INJECTIONS
+from loopformers.recurrence.record import LoopDiagnostics, LoopRecord
 from loopformers.recurrence.slots import Stage
 from loopformers.recurrence.stream import STREAMS
 from loopformers.recurrence.unroll import Observer, unroll
 from loopformers.schedule import Schedule, check_num_loops
 
-__all__ = ["LoopRecord", "LoopedCausalLMOutput", "LoopedForCausalLM", "LoopedModel", "LoopedModelOutput"]
+__all__ = ["LoopedCausalLMOutput", "LoopedForCausalLM", "LoopedModel", "LoopedModelOutput"]
 
 
 @dataclass
@@ -49,6 +51,7 @@ class LoopedModelOutput(ModelOutput):
         attentions: Weights of each layer application, in order, on request.
         loop_states: State after each loop, (batch, seq, dim) each, on request.
         residual_norms: Mean over tokens of the L2 norm of the residual stream before each loop's closing norm, (loops,).
+        loop_diagnostics: Residual norms, state cosines and gradient norms by loop, on request.
     """
 
     last_hidden_state: Tensor | None = None
@@ -57,6 +60,7 @@ class LoopedModelOutput(ModelOutput):
     attentions: tuple[Tensor, ...] | None = None
     loop_states: tuple[Tensor, ...] | None = None
     residual_norms: Tensor | None = None
+    loop_diagnostics: LoopDiagnostics | None = None
 
 
 @dataclass
@@ -66,11 +70,13 @@ class LoopedCausalLMOutput(CausalLMOutputWithPast):
     Attributes:
         loop_states: State after each loop, (batch, seq, dim) each, on request.
         residual_norms: Mean over tokens of the L2 norm of the residual stream before each loop's closing norm, (loops,).
+        loop_diagnostics: Residual norms, state cosines and gradient norms by loop, on request.
         loss_parts: Terms of the objective by name, scalars without gradient, in training mode.
     """
 
     loop_states: tuple[Tensor, ...] | None = None
     residual_norms: Tensor | None = None
+    loop_diagnostics: LoopDiagnostics | None = None
     loss_parts: dict[str, Tensor] | None = None
 
 
@@ -89,26 +95,6 @@ class PreparedInputs:
     context: AttentionContext
     positions: Tensor
     valid: Tensor | None
-
-
-class LoopRecord:
-    """An observer that keeps what was asked for.
-
-    Args:
-        states: Keep every loop's state.
-        residual_norms: Keep the mean token norm of every loop's residual stream.
-    """
-
-    def __init__(self, *, states: bool, residual_norms: bool) -> None:
-        self.states: list[Tensor] | None = [] if states else None
-        self.norms: list[Tensor] | None = [] if residual_norms else None
-
-    def __call__(self, loop_idx: int, residual: Tensor, state: Tensor) -> None:
-        """Keep this loop's."""
-        if self.states is not None:
-            self.states.append(state)
-        if self.norms is not None:
-            self.norms.append(torch.linalg.vector_norm(residual.detach(), dim=-1).mean())
 
 
 class LoopedPreTrainedModel(PreTrainedModel):
@@ -248,6 +234,7 @@ class LoopedModel(LoopedPreTrainedModel):
         schedule: Any = None,
         output_loop_states: bool = False,
         output_residual_norms: bool = False,
+        output_loop_diagnostics: bool = False,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         cache: LoopedCache | None = None,
@@ -262,19 +249,23 @@ class LoopedModel(LoopedPreTrainedModel):
             input_ids, attention_mask, position_ids, inputs_embeds, cache, run_schedule, bool(output_attentions)
         )
         record = LoopRecord(
-            states=output_loop_states or bool(output_hidden_states), residual_norms=output_residual_norms
+            run_schedule.num_loops,
+            states=output_loop_states or bool(output_hidden_states),
+            residual_norms=output_residual_norms,
+            diagnostics=output_loop_diagnostics,
         )
         hidden = self.finish(self.run(prepared, run_schedule, cache=cache, observer=record), prepared, cache)
         if cache is not None:
             cache.advance(prepared.positions, prepared.valid)
-        states = tuple(record.states) if record.states is not None else None
+        states = record.states
         return LoopedModelOutput(
             last_hidden_state=hidden,
             cache=cache,
             hidden_states=(prepared.inputs, *states) if output_hidden_states and states is not None else None,
             attentions=None if prepared.context.weights is None else tuple(prepared.context.weights),
             loop_states=states if output_loop_states else None,
-            residual_norms=torch.stack(record.norms) if record.norms is not None else None,
+            residual_norms=record.residual_norms,
+            loop_diagnostics=record.diagnostics,
         )
 
     # -- the parts of a forward call, shared by all trajectories over the same tokens ----------------------------
@@ -305,10 +296,13 @@ class LoopedModel(LoopedPreTrainedModel):
             cache.begin(schedule, batch_size)
         num_past = 0 if cache is None else cache.get_seq_length()
         valid = self._valid(attention_mask, cache, batch_size, num_past, num_past + num_new)
+        if position_ids is None and cache is not None and cache.is_packed and cache.positions is not None:
+            position_ids = cache.positions[:, -1:] + torch.arange(1, num_new + 1, device=x.device)  # the last document goes on
         positions = self._positions(position_ids, valid, batch_size, num_past, num_new, x.device)
+        documents = None if position_ids is None else self._documents(positions, valid, cache)
         if self.config.position_embedding == "learned":
             x = x + self.embed_positions(positions)
-        context = self._context(x, positions, valid, cache, num_past + num_new, output_attentions)
+        context = self._context(x, positions, valid, documents, cache, num_past + num_new, output_attentions)
         if len(self.prelude):
             x = self.loop_start_norm(x)
             for i, layer in enumerate(self.prelude):
@@ -425,11 +419,29 @@ class LoopedModel(LoopedPreTrainedModel):
             )
         return position_ids.expand(batch_size, num_new)
 
+    def _documents(self, positions: Tensor, valid: Tensor | None, cache: LoopedCache | None) -> Tensor | None:
+        """Number the packed documents of all tokens, cached ones included, where given positions tell of several."""
+        if valid is None:
+            past = None if cache is None else cache.positions
+            documents = packed_documents(positions if past is None else torch.cat([past, positions], dim=1))
+            if cache is not None:
+                cache.is_packed = documents is not None
+            return documents
+        text = valid[:, -positions.shape[1] :]
+        restarts = (positions[:, 1:] != positions[:, :-1] + 1) & text[:, 1:] & text[:, :-1]
+        if (cache is not None and cache.is_packed) or (positions.shape[1] > 1 and bool(restarts.any())):
+            raise ConfigError(
+                "position_ids that restart inside a row pack several documents, and attention_mask says where there is "
+                "padding, of which packed rows have none; leave attention_mask out"
+            )
+        return None
+
     def _context(
         self,
         x: Tensor,
         positions: Tensor,
         valid: Tensor | None,
+        documents: Tensor | None,
         cache: LoopedCache | None,
         num_total: int,
         output_attentions: bool,
@@ -444,11 +456,23 @@ class LoopedModel(LoopedPreTrainedModel):
         function = attention_reference if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
         windows = {layer.self_attn.window for layer in (*self.prelude, *self.layers, *self.coda)}
         masks: dict[int | None, Tensor | None]
+        if "flash" in implementation and documents is not None:
+            raise ConfigError(
+                f"attn_implementation={implementation!r} keeps no packed documents apart; call "
+                "model.set_attn_implementation('sdpa'), or leave position_ids out"
+            )
         if "flash" in implementation:  # flash kernels take the padding and make causality and windows themselves
             masks = dict.fromkeys(windows, None if valid is None or bool(valid.all()) else valid.long())
         else:
             masks = {
-                window: build_mask(valid, num_queries=x.shape[1], num_keys=num_total, window=window, device=x.device)
+                window: build_mask(
+                    valid,
+                    num_queries=x.shape[1],
+                    num_keys=num_total,
+                    window=window,
+                    device=x.device,
+                    documents=documents,
+                )
                 for window in windows
             }
         context = AttentionContext(function, masks, weights=[] if output_attentions else None)
@@ -530,6 +554,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         output_loop_states: bool = False,
         output_residual_norms: bool = False,
+        output_loop_diagnostics: bool = False,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
@@ -541,7 +566,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         Args:
             input_ids: Tokens, (batch, seq); only the new ones where a cache is given.
             attention_mask: 1 for text and 0 for padding, (batch, cached + seq).
-            position_ids: Positions of the tokens, (batch, seq); default: counted from each row's first text token.
+            position_ids: Positions of the tokens, (batch, seq); default: counted from each row's first text token. Where one
+                does not follow the last, another document begins, and no token sees another document's.
             past_key_values: A cache of the same schedule, see `new_cache`; `cache` is its name in newer transformers.
             inputs_embeds: Embeddings in place of tokens, (batch, seq, dim).
             labels: Tokens to predict, (batch, seq), not shifted, -100 where there is none. In training mode they give the
@@ -556,6 +582,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             logits_to_keep: Compute logits of the last so many positions alone (0: all), or of these indices.
             output_loop_states: Return every loop's state.
             output_residual_norms: Return every loop's mean residual norm.
+            output_loop_diagnostics: Return residual norms, state cosines and, after the backward pass, gradient norms.
             output_hidden_states: Return the core's inputs and every loop's state.
             output_attentions: Return attention weights (`eager` alone).
             return_dict: False for a tuple.
@@ -573,15 +600,21 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         if targets is not None and (isinstance(logits_to_keep, Tensor) or logits_to_keep != 0):
             raise ConfigError("a loss needs the logits of all positions; call with logits_to_keep=0")
         if targets is not None and self.training:
+            long = self.config.resolve_schedule(num_loops, schedule)
             output = self._objective(
-                self.config.resolve_schedule(num_loops, schedule),
+                long,
                 short_schedule,
                 input_ids,
                 attention_mask,
                 position_ids,
                 inputs_embeds,
                 self._targets(targets, num_items_in_batch),
-                LoopRecord(states=output_loop_states, residual_norms=output_residual_norms),
+                LoopRecord(
+                    long.num_loops,
+                    states=output_loop_states,
+                    residual_norms=output_residual_norms,
+                    diagnostics=output_loop_diagnostics,
+                ),
                 num_grad_loops,
             )
         else:
@@ -600,6 +633,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
                 schedule=schedule,
                 output_loop_states=output_loop_states,
                 output_residual_norms=output_residual_norms,
+                output_loop_diagnostics=output_loop_diagnostics,
                 output_hidden_states=output_hidden_states,
                 output_attentions=output_attentions,
                 cache=cache,
@@ -619,6 +653,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
                 attentions=trunk.attentions,
                 loop_states=trunk.loop_states,
                 residual_norms=trunk.residual_norms,
+                loop_diagnostics=trunk.loop_diagnostics,
                 **{CACHE_NAME: trunk.cache},
             )
         return output.to_tuple() if return_dict is False else output
@@ -691,8 +726,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         return LoopedCausalLMOutput(
             loss=result.loss,
             logits=result.long.logits,
-            loop_states=tuple(record.states) if record.states is not None else None,
-            residual_norms=torch.stack(record.norms) if record.norms is not None else None,
+            loop_states=record.states,
+            residual_norms=record.residual_norms,
+            loop_diagnostics=record.diagnostics,
             loss_parts=result.parts,
         )
 
