@@ -9,9 +9,9 @@ def checkpoint_activations():
 
     def enable(model, **checkpoint_arguments):
         if hasattr(model, "activation_checkpointing_enable"):
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs=checkpoint_arguments)
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=checkpoint_arguments or None)
         else:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_arguments)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_arguments or None)
         return model
 
     return enable
