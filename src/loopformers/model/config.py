@@ -36,9 +36,9 @@ class LoopConfig(Costs, PreTrainedConfig):
     """
 
     model_type = "loopformers"
-    keys_to_ignore_at_inference = (
+    keys_to_ignore_at_inference = [  # noqa: RUF012 - Trainer adds a list to it
         "past_key_values", "cache", "loop_states", "residual_norms", "loop_diagnostics", "loss_parts",
-    )  # fmt: skip
+    ]  # fmt: skip
 
     vocab_size: int = 2048
     """Number of tokens."""
