@@ -202,7 +202,7 @@ def test_progress_events_reach_every_step(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_steps", 0), ("budgets", (1, 0)), ("seq_len", 1), ("systems", ()), ("systems", ("lt", "lt"))],
+    [("num_steps", 0), ("budgets", (1, 0)), ("seq_len", 1), ("systems", ()), ("seed", -1), ("systems", ("lt", "lt"))],
 )
 def test_illegal_settings_are_refused(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):

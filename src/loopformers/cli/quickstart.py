@@ -140,10 +140,8 @@ class ProgressBars:
                 self._update(task, status="failed")
                 self._say(f"{task}: failed: {error}")
             case Stopping(tasks):
-                self.console.print(
-                    f"Stopping {', '.join(tasks)} after the running step and saving; Ctrl-C again ends at once.",
-                    markup=False,
-                )
+                running = ", ".join(tasks) or "nothing"
+                self._print(f"Stopping {running} after the running step and saving; Ctrl-C again ends at once.")
 
     def _update(self, task: str, **fields: Any) -> None:
         if task in self.bars:
@@ -151,7 +149,10 @@ class ProgressBars:
 
     def _say(self, text: str) -> None:
         if not self.console.is_terminal:
-            self.console.print(text, markup=False, highlight=False)
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def status_of(progress: Any, num_steps: int) -> str:

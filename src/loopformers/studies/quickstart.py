@@ -91,6 +91,8 @@ class QuickstartSettings:
                 check_count(name, number)
         if self.seq_len < 2:
             raise ConfigError(f"seq_len={self.seq_len} leaves no token to predict; use at least 2")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed={self.seed!r} must be a whole number from 0 to {2**32 - 1}")
         if not self.systems or len(set(self.systems)) < len(self.systems):
             raise ConfigError(f"systems={self.systems} must name at least one preset, each once")
 
