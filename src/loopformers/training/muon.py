@@ -2,8 +2,9 @@
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) replaces the momentum of a matrix by a nearly
 orthogonal matrix of the same row and column space, found with five Newton-Schulz steps. torch runs these in bfloat16.
-Most CPUs emulate bfloat16: there five steps on a 256 x 64 matrix take 4.3 ms in bfloat16 and 0.35 ms in float32, and on
-a 768 x 768 matrix 3.7 s and 0.13 s.
+Most CPUs emulate bfloat16: with AVX2 alone, one thread, five steps on a 256 x 64 matrix take 4.3 ms in bfloat16 and
+0.35 ms in float32, on a 768 x 768 matrix 3.7 s and 0.13 s. With bfloat16 instructions the same take 0.47 against 0.33 ms
+and 0.07 against 0.14 s, so float32 costs little there.
 """
 
 from __future__ import annotations
