@@ -44,13 +44,15 @@ def test_the_trainer_trains_and_evaluates_unmodified(preset, tmp_path):
     trainer.train()
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     assert len(losses) == 25
+    ids = torch.stack([row["input_ids"] for row in rows[:7]])
+    # older Trainers divide by the first tokens of rows too, which nothing predicts
+    share = 7 * 8 / float(trainer._get_num_items_in_batch([{"labels": ids}], "cpu"))
     terms = 1.1 if model.config.objective == "shortcut_consistency" else 1  # a tenth of another cross entropy
-    assert losses[0] == pytest.approx(terms * math.log(61), rel=0.1)
+    assert losses[0] == pytest.approx(share * terms * math.log(61), rel=0.02)
     assert losses[-1] < 0.5 * losses[0]
     evaluated = next(record["eval_loss"] for record in trainer.state.log_history if "eval_loss" in record)
-    ids = torch.stack([row["input_ids"] for row in rows[:7]])
     with torch.no_grad():
-        assert evaluated == pytest.approx(float(model.eval()(ids, labels=ids).loss), rel=1e-5)
+        assert evaluated == pytest.approx(share * float(model.eval()(ids, labels=ids).loss), rel=1e-5)
     predictions = trainer.predict(rows[:7]).predictions
     assert predictions.shape == (7, 9, 61)
 
