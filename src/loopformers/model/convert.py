@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from loopformers.errors import CheckpointError, ConfigError, unknown_name
+from loopformers.errors import CheckpointError, ConfigError, LoopformersError, unknown_name
 from loopformers.model.config import LoopConfig
 from loopformers.model.modeling import LoopedForCausalLM
 
@@ -30,6 +29,8 @@ Rules = Sequence[tuple[str, str | tuple[str, ...]]]
 
 FLT_SYSTEMS = {"LT": "lt", "LT_i": "lt-input", "LT_ia": "lt-query", "FLT_res": "flt-residual", "FLT": "flt"}
 LOOPFORMER_SYSTEMS = {"base": "base", "base_loop": "base-loop", "tmlt": "tmlt", "loopformer": "loopformer"}
+LOOPFORMER_FIELDS = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "intermediate_dim", "loops")
+"""Fields of the LoopFormer family's constructors that shape a model."""
 
 FLT_RULES: Rules = [
     (r"transformer\.wte\.weight", "model.embed_tokens.weight"),
@@ -79,7 +80,7 @@ def from_official(state_dict: Mapping[str, Tensor], case: Mapping[str, Any]) -> 
         CheckpointError: A tensor without a place, a place without a tensor, or a shape that does not fit.
         ConfigError: A case that lacks a field or holds an illegal one.
     """
-    weights = {WRAPPERS.sub("", name): tensor for name, tensor in state_dict.items()}
+    weights = _unwrap(state_dict)
     config = official_config(case, weights)
     with torch.device("meta"):
         model = LoopedForCausalLM(config)
@@ -101,7 +102,12 @@ def official_config(case: Mapping[str, Any], weights: Mapping[str, Tensor]) -> L
     Raises:
         ConfigError: A field is missing or illegal.
     """
-    return _flt_config(case, weights) if _is_flt(case) else _loopformer_config(case, weights)
+    try:
+        return _flt_config(case, weights) if _is_flt(case) else _loopformer_config(case, weights)
+    except LoopformersError:
+        raise
+    except (TypeError, ValueError, LookupError) as error:
+        raise ConfigError(f"the case holds a field of another type than the official constructor's: {error}") from error
 
 
 def read_official(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -109,21 +115,24 @@ def read_official(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict
 
     Args:
         path: FLT's `model_000123.pt`, or the folder that holds it and `meta_000123.json` (the newest is taken);
-            LoopFormer's `ckpt.pt`; a safetensors file, or a folder that holds one.
+            LoopFormer's `ckpt.pt`; a safetensors file, or a folder that holds one or several. Optimiser files are left
+            alone.
 
     Raises:
         CheckpointError: Missing, truncated or foreign file, or one that would execute code.
     """
-    file = _find_weights(Path(path))
-    payload = _read_weights(file)
+    files = _find_weights(Path(path))
+    payload: dict[str, Any] = {}
+    for file in files:
+        payload |= _read_weights(file)
     case: dict[str, Any] = {}
     if "model" in payload and isinstance(payload["model"], Mapping):
         case = {**dict(payload.get("model_args") or {}), **_kind_of(payload.get("config"))}
         payload = dict(payload["model"])
-    case |= _read_case(file)
+    case |= _read_case(files[0])
     if not payload or not all(isinstance(value, Tensor) for value in payload.values()):
-        raise CheckpointError(f"{file} holds no state dict (names and tensors); give a checkpoint of FLT or LoopFormer")
-    return dict(payload), case
+        raise CheckpointError(f"{path} holds no state dict (names and tensors); give a checkpoint of FLT or LoopFormer")
+    return payload, case
 
 
 def convert_checkpoint(
@@ -166,7 +175,7 @@ def convert_checkpoint(
 
             AutoTokenizer.from_pretrained(tokenizer).save_pretrained(aside)
         if target.exists():
-            shutil.rmtree(target)
+            os.replace(target, Path(scratch) / "replaced")
         os.replace(aside, target)
     return model.config
 
@@ -262,6 +271,16 @@ def _loopformer_config(case: Mapping[str, Any], weights: Mapping[str, Tensor]) -
 # -- names -------------------------------------------------------------------------------------------------------
 
 
+def _unwrap(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for name, tensor in state_dict.items():
+        bare = WRAPPERS.sub("", name)
+        if bare in weights:
+            raise CheckpointError(f"{name!r} is {bare!r} once more under another prefix; keep one of them")
+        weights[bare] = tensor
+    return weights
+
+
 def _untie_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Keep one name for a tied matrix: head and embedding are the same, and either may be missing."""
     tied = dict(weights)
@@ -306,14 +325,16 @@ def _targets(name: str, rules: Rules) -> list[tuple[re.Match[str], str]]:
 # -- files -------------------------------------------------------------------------------------------------------
 
 
-def _find_weights(path: Path) -> Path:
+def _find_weights(path: Path) -> list[Path]:
     if path.is_file():
-        return path
+        return [path]
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist; give a checkpoint file or the folder that holds it")
-    for pattern in ("model_*.pt", "ckpt.pt", "*.safetensors"):
+    for pattern in ("model_*.pt", "ckpt.pt"):
         if found := sorted(path.glob(pattern)):
-            return found[-1]
+            return found[-1:]
+    if shards := sorted(path.glob("*.safetensors")):
+        return shards
     raise CheckpointError(f"{path} holds neither model_*.pt, ckpt.pt nor *.safetensors; give the checkpoint file")
 
 
@@ -356,13 +377,23 @@ def _kind_of(config: Any) -> dict[str, Any]:
 
 
 def _read_case(file: Path) -> dict[str, Any]:
-    """Read `model_config` from the meta_*.json of the same step, where there is one."""
-    if not (step := re.fullmatch(r"model_(\d+)\.pt", file.name)):
+    """Read the constructor's fields from the JSON file beside the weights, where there is one.
+
+    FLT: `model_config` of the meta_*.json of the same step. Hub releases: the fields in config.json that are ours to know.
+    """
+    if step := re.fullmatch(r"model_(\d+)\.pt", file.name):
+        description = file.with_name(f"meta_{step[1]}.json")
+    elif file.suffix == ".safetensors":
+        description = file.with_name("config.json")
+    else:
         return {}
-    meta = file.with_name(f"meta_{step[1]}.json")
-    if not meta.exists():
+    if not description.exists():
         return {}
     try:
-        return dict(json.loads(meta.read_text())["model_config"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{meta} is no readable description of {file.name}: {error!r}") from error
+        fields = json.loads(description.read_text())
+        if step:
+            return dict(fields["model_config"])
+        kind = {"kind": fields["model_type"]} if fields.get("model_type") in LOOPFORMER_SYSTEMS else {}
+        return kind | {name: fields[name] for name in LOOPFORMER_FIELDS if fields.get(name) is not None}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{description} is no readable description of {file.name}: {error!r}") from error
