@@ -1,7 +1,8 @@
 """The command `loopformers`: a table of subcommands, of which the chosen one alone is imported.
 
 A command is a module with `add_arguments(parser)`, which also sets the parser's description and epilog, and
-`run(arguments) -> exit code`. It imports what is heavy inside `run`, so that help stays cheap.
+`run(arguments) -> exit code`; where it has `TAKES_OVERRIDES`, arguments that its parser does not know reach it as
+`arguments.overrides`. It imports what is heavy inside `run`, so that help stays cheap.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ COMMANDS: Mapping[str, Command] = {
     "quickstart": Command(
         "loopformers.cli.quickstart", "train three looped systems side by side and report what becomes of them"
     ),
+    "train": Command("loopformers.cli.train", "train the model of a recipe, or continue where it was interrupted"),
     "info": Command("loopformers.cli.info", "parameters, FLOPs and cache bytes of a model, by number of loops"),
     "generate": Command("loopformers.cli.generate", "continue a text at one or several numbers of loops"),
     "convert": Command(
@@ -56,6 +58,7 @@ COMMANDS: Mapping[str, Command] = {
 EPILOG = """\
 examples:
   loopformers quickstart --output-dir runs/quickstart
+  loopformers train --config quickstart-flt --model.num_loops 6
   loopformers info flt --num-loops 1,4,12
   loopformers generate runs/quickstart/elastic-flt --prompt "It was" --num-loops 1,4,12
 
@@ -101,7 +104,12 @@ def _run(argv: Sequence[str]) -> int:
         return USAGE_ERROR
     module = importlib.import_module(COMMANDS[name].module)
     module.add_arguments(subparsers[name])
-    code: int = module.run(parser.parse_args(argv))
+    if getattr(module, "TAKES_OVERRIDES", False):
+        arguments, overrides = parser.parse_known_args(argv)
+        arguments.overrides = overrides
+    else:
+        arguments = parser.parse_args(argv)
+    code: int = module.run(arguments)
     sys.stdout.flush()  # here a reader that has gone is still noticed
     return code
 

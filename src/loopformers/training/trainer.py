@@ -21,6 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
 from loopformers.errors import CheckpointError, ConfigError, NonFiniteError
+from loopformers.laws import Law, LoopPlan
 from loopformers.objectives.contract import IGNORE
 from loopformers.training.callbacks import LoopDrawCallback, StopCallback
 from loopformers.training.checkpoints import check_complete, last_complete_checkpoint, mark_complete
@@ -98,6 +99,10 @@ class LoopTrainer(Trainer):
         train_dataset: Windows with `input_ids` and `labels`, (seq,) each.
         optimizer_settings: Builds the optimiser.
         lr_schedule: Multiplier of each group's rate.
+        law: Draws what each microbatch runs, from (seed, step, microbatch) with the configuration's `loop_seed`; the model
+            is then given its trajectories and draws nothing. None: the model draws from its own law.
+        num_grad_loops: Last loops that gradients flow through; None: all.
+        checkpoint_files: Texts by file name that every checkpoint holds beside the model, such as the recipe.
         on_progress: Called after each update on the main process.
         stop_requested: Asked after each update; True acts as Ctrl-C does, for workers that share a terminal.
         callbacks: Further callbacks.
@@ -118,6 +123,9 @@ class LoopTrainer(Trainer):
         *,
         optimizer_settings: OptimizerSettings | None = None,
         lr_schedule: LearningRateSchedule | None = None,
+        law: Law | None = None,
+        num_grad_loops: int | None = None,
+        checkpoint_files: Mapping[str, str] | None = None,
         on_progress: ProgressListener | None = None,
         stop_requested: Callable[[], bool] | None = None,
         callbacks: Sequence[TrainerCallback] = (),
@@ -129,6 +137,9 @@ class LoopTrainer(Trainer):
             )
         self.optimizer_settings = optimizer_settings or MuonAdamW()
         self.lr_schedule = lr_schedule or ConstantThenLinear()
+        self.law = law
+        self.num_grad_loops = num_grad_loops
+        self.checkpoint_files = dict(checkpoint_files or {})
         self.metrics = StepLog(Path(args.output_dir) / METRICS_FILE)
         self._interrupted = False
         self._stop = StopCallback(lambda: self._interrupted or bool(stop_requested and stop_requested()))
@@ -185,6 +196,13 @@ class LoopTrainer(Trainer):
         """Compute the objective, and keep its parts and the residual norms."""
         if model.training and self._reports_residual_norms:
             inputs = {**inputs, "output_residual_norms": True}
+        if model.training and self.law is not None:
+            plan = self._plan()
+            inputs = {**inputs, "schedule": plan.long}
+            if plan.short is not None:
+                inputs["short_schedule"] = plan.short
+        if model.training and self.num_grad_loops is not None:
+            inputs = {**inputs, "num_grad_loops": self.num_grad_loops}
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training:
             self._record.add_outputs(outputs)
@@ -237,10 +255,24 @@ class LoopTrainer(Trainer):
         """Operations of one microbatch, forward and backward: every loop and both trajectories of the objective."""
         return self._flops(inputs["input_ids"].shape)
 
+    def _plan(self) -> LoopPlan:
+        """What the running microbatch runs: the same on every rank, and after every resume."""
+        config = self.accelerator.unwrap_model(self.model).config
+        law: Law = self.law or config.law
+        return law.plan(seed=config.loop_seed, step=self.state.global_step, microbatch=self._draw.microbatch)
+
     def _flops(self, shape: torch.Size) -> float:
         config = self.accelerator.unwrap_model(self.model).config
-        plan = config.law.plan(seed=config.loop_seed, step=self.state.global_step, microbatch=self._draw.microbatch)
-        return float(config.training_flops(batch_size=shape[0], seq_len=shape[1], short=plan.short))
+        plan = self._plan()
+        return float(
+            config.training_flops(
+                batch_size=shape[0], seq_len=shape[1], num_loops=plan.long.num_loops, short=plan.short
+            )
+        )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Report what transformers would, with this trainer's record of the last update instead of its own figures."""
+        super().log({**logs, **self._record.scalars()}, *args, **kwargs)
 
     # -- stopping and resuming ---------------------------------------------------------------------------------
 
@@ -324,7 +356,10 @@ class LoopTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             step = self.state.global_step
-            mark_complete(Path(self.args.output_dir) / f"checkpoint-{step}", step)
+            checkpoint = Path(self.args.output_dir) / f"checkpoint-{step}"
+            for name, text in self.checkpoint_files.items():
+                (checkpoint / name).write_text(text, encoding="utf-8")
+            mark_complete(checkpoint, step)
 
 
 class _StepRecord(TrainerCallback):
@@ -337,6 +372,7 @@ class _StepRecord(TrainerCallback):
         self.flops: float = 0.0
         self.gradient_norm: float = math.nan
         self.learning_rates: dict[str, float] = {}
+        self.last: dict[str, Any] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -371,7 +407,20 @@ class _StepRecord(TrainerCallback):
     def _mean_residual_norms(self) -> list[float]:
         if not self._residual_norms:
             return []
-        return torch.stack(self._residual_norms).mean(0).tolist()
+        # Microbatches may run different numbers of loops: each loop's mean is over those that ran it.
+        deepest = max(map(len, self._residual_norms))
+        by_loop = [[norms[i] for norms in self._residual_norms if len(norms) > i] for i in range(deepest)]
+        return torch.stack([torch.stack(norms).mean() for norms in by_loop]).tolist()
+
+    def scalars(self) -> dict[str, float]:
+        """Return the last record as named numbers, for reporters."""
+        if not self.last:
+            return {}
+        found = {name: self.last[name] for name in ("loss", "gradient_norm", "tokens_seen", "flops")}
+        for group in ("loss_parts", "learning_rates"):
+            found |= {f"{group}/{name}": value for name, value in self.last[group].items()}
+        norms = enumerate(self.last["residual_norms"], start=1)
+        return found | {f"residual_norms/loop_{loop}": norm for loop, norm in norms if norm is not None}
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the record of the update."""
@@ -391,6 +440,7 @@ class _StepRecord(TrainerCallback):
             "flops": self.flops,
         }
         self._clear()
+        self.last = record
         if not state.is_world_process_zero:
             return
         self.trainer.metrics.append(record)

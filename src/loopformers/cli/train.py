@@ -1,0 +1,310 @@
+"""`loopformers train`: train the model of a recipe, or continue where it was interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from loopformers.cli.console import print_heading, print_json, print_note, print_table, stderr, write
+from loopformers.errors import LoopformersError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from loopformers.analysis.stability import Stability
+    from loopformers.evaluation.budget import BudgetResult
+    from loopformers.report.tables import Table
+    from loopformers.training.progress import TrainingProgress
+    from loopformers.training.recipe import Recipe
+    from loopformers.training.run import PreparedRun, RunResult
+
+__all__ = ["TAKES_OVERRIDES", "TrainingBar", "add_arguments", "run"]
+
+TAKES_OVERRIDES = True
+"""Tells `main` to hand on what the parser does not know, as `arguments.overrides`: fields of the recipe."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+FAILED_ELSEWHERE = 2
+"""Exit code of processes other than the first when input is bad: the first says why."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.usage = "loopformers train --config RECIPE [--SECTION.FIELD VALUE ...] [options]"
+    parser.description = (
+        "Train the model of a recipe: a YAML file that holds the whole experiment, in the sections model, data, law,\n"
+        "optimizer, lr_schedule, training and evaluation. Every field can be overridden by an argument or by an environment\n"
+        "variable (LOOPFORMERS_MODEL__NUM_LOOPS=12). --fields lists them all, --print_config shows what a run would use.\n\n"
+        "The same command continues an interrupted run. Start it with torchrun or accelerate launch for several processes."
+    )
+    parser.epilog = (
+        "examples:\n"
+        "  loopformers train --config quickstart-flt\n"
+        "  loopformers train --config my.yaml --model.num_loops 12 --training.output_dir runs/deep\n"
+        "  loopformers train --config flt-small --model.preset lt --print_config\n"
+        "  loopformers train --list --json"
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="RECIPE",
+        help="a recipe's YAML file or the name of a shipped one; may be given several times, later fields win",
+    )
+    parser.add_argument(
+        "--print_config", "--print-config", action="store_true", help="print the recipe with every field, and stop"
+    )
+    parser.add_argument("--fields", action="store_true", help="list every field, its type and what it means, and stop")
+    parser.add_argument("--list", action="store_true", help="list the shipped recipes, and stop")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command.
+
+    Returns:
+        0, or 130 after Ctrl-C.
+    """
+    from loopformers.training import recipe_file
+
+    if arguments.list:
+        return _list_recipes(as_json=arguments.json)
+    if arguments.fields:
+        return _list_fields(as_json=arguments.json)
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    try:
+        configs = arguments.config or _config_of_environment()
+        recipe = recipe_file.resolve(configs, arguments.overrides)
+        if arguments.print_config:
+            _print_recipe(recipe, as_json=arguments.json)
+            return 0
+        return _train(recipe, as_json=arguments.json)
+    except LoopformersError:
+        if is_main:
+            raise
+        return FAILED_ELSEWHERE
+
+
+def _config_of_environment() -> list[str]:
+    config = os.environ.get("LOOPFORMERS_CONFIG")
+    return [config] if config else []
+
+
+def _train(recipe: Recipe, *, as_json: bool) -> int:
+    from loopformers.training.run import prepare
+
+    prepared = prepare(recipe)
+    if not prepared.is_main_process:
+        prepared.train()
+        return 0
+    finished = prepared.finished()
+    if not as_json:
+        print_table(summary_table(prepared))
+    if finished is not None:
+        print_note("This run is complete; these are its results.")
+        result = finished
+    else:
+        with TrainingBar(stderr(), prepared.recipe.training.steps, prepared.tokens_per_step) as bar:
+            try:
+                result = prepared.train(on_progress=bar.on_progress, on_validation=bar.on_validation)
+            except KeyboardInterrupt as stop:
+                bar.stop()
+                print_note(f"Interrupted: {stop}. The same command continues the run.")
+                return INTERRUPTED
+    if as_json:
+        print_json({"output_dir": str(prepared.folder), **_as_dict(result)})
+        return 0
+    print_table(result_table(result))
+    print_heading(f"{result.verdict}: {result.reason}")
+    print_note(f"model: {prepared.folder}")
+    return 0
+
+
+def _as_dict(result: RunResult) -> dict[str, Any]:
+    import dataclasses
+
+    return dataclasses.asdict(result)
+
+
+# -- tables ----------------------------------------------------------------------------------------------------
+
+
+def summary_table(run: PreparedRun) -> Table:
+    """Return what is about to be trained."""
+    from loopformers.report.tables import Column, Table
+
+    recipe, config, windows = run.recipe, run.config, run.train_windows
+    tokens = recipe.training.steps * run.tokens_per_step
+    flops = config.training_flops_per_token(seq_len=recipe.data.seq_len) * tokens
+    sizes = f"{config.num_hidden_layers} layers x {config.num_loops} loops, width {config.hidden_size}"
+    rows = {
+        "model": f"{recipe.model.preset}, {sizes}",
+        "parameters": f"{config.num_parameters():,}",
+        "objective": config.objective,
+        "law": str(run.law),
+        "text": f"{', '.join(recipe.data.sources)}: {windows.num_tokens:,} tokens, {windows.num_documents:,} documents",
+        "windows": f"{len(windows):,} of {recipe.data.seq_len} tokens for training, {len(run.validation_windows):,} to score",
+        "update": f"{recipe.training.batch_size} windows, {run.tokens_per_step:,} tokens",
+        "training": f"{recipe.training.steps:,} updates, {tokens:,} tokens, {tokens / windows.num_tokens:.2f} times the text",
+        "operations": f"about {flops:.2e} at {config.num_loops} loops",
+        "optimizer": str(recipe.optimizer),
+        "rates": str(recipe.lr_schedule),
+        "precision": recipe.training.precision,
+        "processes": str(run.arguments.world_size),
+        "fingerprint": recipe.fingerprint(),
+        "folder": str(run.folder),
+    }
+    return Table(
+        title="Recipe",
+        columns=(Column(key="what", title="what"), Column(key="value", title="value")),
+        rows=tuple({"what": what, "value": value} for what, value in rows.items()),
+    )
+
+
+def result_table(result: RunResult) -> Table:
+    """Return the scores by budget."""
+    from loopformers.report.tables import Column, Table
+
+    return Table(
+        title="Validation",
+        columns=(
+            Column(key="num_loops", title="loops", align="right"),
+            Column(key="schedule", title="step sizes"),
+            Column(key="loss", title="loss", unit="nats per token", align="right", format=".4f"),
+            Column(key="perplexity", title="perplexity", align="right", format=",.2f"),
+            Column(key="bits_per_byte", title="bits per byte", align="right", format=".4f"),
+            Column(key="mflops", title="forward", unit="MFLOP per token", align="right", format=",.2f"),
+        ),
+        rows=tuple(
+            {
+                "num_loops": score["num_loops"],
+                "schedule": score["schedule"],
+                "loss": score["loss"],
+                "perplexity": score["perplexity"],
+                "bits_per_byte": score["bits_per_byte"],
+                "mflops": score["flops_per_token"] / 1e6,
+            }
+            for score in result.budgets
+        ),
+        note=(
+            f"After {result.steps:,} updates of {result.tokens_seen:,} tokens and {result.training_flops:.2e} operations. "
+            f"Token frequencies alone: {result.unigram_loss:.4f} nats."
+        ),
+    )
+
+
+def _list_recipes(*, as_json: bool) -> int:
+    from loopformers.report.tables import Column, Table
+    from loopformers.training.recipe_file import RECIPES_DIR, shipped
+
+    about = {}
+    for name in shipped():
+        first = (RECIPES_DIR / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
+        about[name] = first.removeprefix("#").strip()
+    if as_json:
+        print_json(about)
+        return 0
+    columns = (Column(key="name", title="recipe"), Column(key="about", title="what it trains"))
+    rows = tuple({"name": name, "about": text} for name, text in about.items())
+    print_table(Table(title="Shipped recipes", columns=columns, rows=rows))
+    return 0
+
+
+def _list_fields(*, as_json: bool) -> int:
+    from loopformers.report.tables import Column, Table
+    from loopformers.training.recipe_file import recipe_fields, type_name
+
+    fields = {key: {"type": type_name(field.type), "help": field.help} for key, field in recipe_fields().items()}
+    if as_json:
+        print_json(fields)
+        return 0
+    columns = (
+        Column(key="field", title="field"),
+        Column(key="type", title="type"),
+        Column(key="help", title="what it means"),
+    )
+    rows = tuple({"field": key, **words} for key, words in fields.items())
+    print_table(Table(title="Fields of a recipe", columns=columns, rows=rows))
+    return 0
+
+
+def _print_recipe(recipe: Recipe, *, as_json: bool) -> None:
+    from loopformers.training.recipe import to_fields
+    from loopformers.training.recipe_file import dump
+
+    if as_json:
+        print_json(to_fields(recipe))
+    else:
+        write(dump(recipe))
+
+
+# -- progress --------------------------------------------------------------------------------------------------
+
+
+class TrainingBar:
+    """A bar on a terminal, with loss, gradient norm, tokens per second, time left and the verdict so far; elsewhere a line
+    for each tenth of the run.
+
+    Args:
+        console: Where to draw.
+        num_steps: Updates of the run.
+        tokens_per_step: Over all processes.
+    """
+
+    def __init__(self, console: Console, num_steps: int, tokens_per_step: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.console, self.num_steps, self.tokens_per_step = console, num_steps, tokens_per_step
+        self.verdict = ""
+        self.first: tuple[int, float] | None = None
+        self.progress: Progress = Progress(
+            TextColumn("training", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}", markup=False),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.progress.add_task("training", total=num_steps, status="loading")
+
+    def __enter__(self) -> TrainingBar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Leave the bar as it is."""
+        self.progress.stop()
+
+    def on_progress(self, progress: TrainingProgress) -> None:
+        """Show an update."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first = (progress.step, now)
+        steps, seconds = progress.step - self.first[0], now - self.first[1]
+        speed = f"{steps * self.tokens_per_step / seconds:,.0f} tokens/s" if seconds > 0 and steps else ""
+        parts = [f"loss {progress.loss:.3f}", f"gradient norm {progress.gradient_norm:.3f}", speed, self.verdict]
+        status = "   ".join(part for part in parts if part)
+        self.progress.update(self.task, completed=progress.step, status=status)
+        if not self.console.is_terminal and (
+            progress.step % max(1, self.num_steps // 10) == 0 or steps == 0 or progress.step == self.num_steps
+        ):
+            self._say(f"step {progress.step}/{self.num_steps}   {status}")
+
+    def on_validation(self, step: int, score: BudgetResult, stability: Stability) -> None:
+        """Show an evaluation."""
+        # Every run starts at the unigram level: before the end that is no collapse yet.
+        early = stability.verdict == "collapsed" and step < self.num_steps
+        self.verdict = "not below unigram level" if early else stability.verdict
+        self._say(f"step {step}/{self.num_steps}   validation loss {score.loss:.4f}   {self.verdict}")
+
+    def _say(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,369 @@
+"""Recipes on disk: YAML files, shipped ones by name, with overrides from the environment and the command line.
+
+What is said later wins: recipe files in order, then environment variables (`LOOPFORMERS_MODEL__NUM_LOOPS=12`), then
+arguments (`--model.num_loops 12`). Values are read and checked by jsonargparse against the types of the fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import os
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from loopformers.errors import ConfigError, unknown_name
+from loopformers.training.recipe import CHOICES, DEFAULT_CHOICE, SECTIONS, Recipe, from_fields, to_fields
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+__all__ = [
+    "ENV_PREFIX",
+    "RECIPES_DIR",
+    "Field",
+    "dump",
+    "find",
+    "load",
+    "recipe_fields",
+    "resolve",
+    "save",
+    "shipped",
+    "type_name",
+]
+
+RECIPES_DIR = Path(__file__).parent.parent / "recipes"
+"""The recipes that ship with this package."""
+
+SUFFIXES = (".yaml", ".yml")
+
+ENV_PREFIX = "LOOPFORMERS"
+"""Environment variables are `LOOPFORMERS_SECTION__FIELD`, in capitals."""
+
+
+def shipped() -> tuple[str, ...]:
+    """Return the names of the recipes that ship with this package."""
+    return tuple(sorted(path.stem for path in RECIPES_DIR.glob("*.yaml")))
+
+
+def find(name: str | os.PathLike[str]) -> Path:
+    """Return the file of a recipe: a path, or the name of a shipped recipe. A file that exists wins over a name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if str(name) in shipped():
+        return RECIPES_DIR / f"{name}.yaml"
+    if path.suffix in SUFFIXES or path.exists() or path.name != str(name):
+        kind = "a folder" if path.is_dir() else "no file"
+        raise ConfigError(f"recipe={str(name)!r} is {kind} (working folder {os.getcwd()!r}); give a recipe's YAML file")
+    raise ConfigError(unknown_name("recipe", str(name), shipped()) + "; or give the path of a YAML file")
+
+
+def load(name: str | os.PathLike[str]) -> Recipe:
+    """Load a recipe by path or shipped name, from the file alone: neither environment nor arguments change it.
+
+    Raises:
+        ConfigError: No such file, no YAML mapping, an unknown field, or a value that breaks its rule.
+    """
+    return resolve([name], [], environ={})
+
+
+def save(recipe: Recipe, path: str | os.PathLike[str]) -> Path:
+    """Save a recipe with every field named, aside and then renamed; `load` gives an equal recipe back."""
+    target = Path(path)
+    aside = target.with_name(target.name + ".partial")
+    aside.write_text(dump(recipe), encoding="utf-8")
+    os.replace(aside, target)
+    return target
+
+
+def dump(recipe: Recipe) -> str:
+    """Return a recipe as YAML, every field named."""
+    text: str = yaml.safe_dump(to_fields(recipe), sort_keys=False, allow_unicode=True, width=100)
+    return text
+
+
+def resolve(
+    configs: Sequence[str | os.PathLike[str]],
+    arguments: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> Recipe:
+    """Return the recipe that files, environment and arguments come to.
+
+    Args:
+        configs: Recipe files or shipped names; fields of later ones win. None: every field at its default.
+        arguments: `--section.field value` or `--section.field=value`.
+        environ: Default: the process's environment.
+
+    Raises:
+        ConfigError: An unknown field (with the nearest known one), a value of a wrong type, or one that breaks its rule.
+    """
+    flat: dict[str, Any] = {}
+    for config in configs:
+        _merge(flat, _read_file(find(config)))
+    variables = _read_environment(os.environ if environ is None else environ)
+    _merge(
+        flat, {k: _typed(k, _split(k, text), f"environment variable {_variable(k)}") for k, text in variables.items()}
+    )
+    given = _read_arguments(arguments)
+    _merge(flat, {k: _typed(k, _split(k, text), f"argument --{k}") for k, text in given.items()})
+    return from_fields(_nested(flat))
+
+
+def _merge(flat: dict[str, Any], later: Mapping[str, Any]) -> None:
+    """Let later values win. Another name in a section with a choice drops the fields that belonged to the earlier one."""
+    for key, value in later.items():
+        section, _, name = key.partition(".")
+        if (name == "name" and section in CHOICES and value != _name_in(flat, section)) or not name:
+            for old in [k for k in flat if k.partition(".")[0] == section]:
+                del flat[old]
+    for key, value in later.items():
+        flat.pop(key.partition(".")[0], None)
+        flat[key] = value
+
+
+def _name_in(flat: Mapping[str, Any], section: str) -> Any:
+    return flat.get(f"{section}.name", DEFAULT_CHOICE.get(section))
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for key, value in flat.items():
+        section, _, name = key.partition(".")
+        if name:
+            fields.setdefault(section, {})[name] = value
+        else:
+            fields[section] = value
+    return fields
+
+
+# -- the fields ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One field of a recipe, as files, environment and arguments name it."""
+
+    key: str
+    """`section.field`."""
+    type: Any
+    """What its value must be."""
+    help: str
+    """What it means; for a section with a choice, which choices have it."""
+
+
+@cache
+def recipe_fields() -> Mapping[str, Field]:
+    """Return every field of every section by key; imports torch, as the model's are LoopConfig's."""
+    from loopformers.model.config import LoopConfig
+
+    found: dict[str, Field] = {}
+
+    def add(section: str, cls: type, *, names: Sequence[str] | None = None, owner: str = "") -> None:
+        hints, docs = _own_types(cls), _attribute_docs(cls)
+        for name in hints if names is None else names:
+            key = f"{section}.{name}"
+            note = f"({owner}) {docs.get(name, '')}".strip() if owner else docs.get(name, "")
+            kind = hints[name]
+            if key in found:  # two choices share a field
+                kind = found[key].type if found[key].type == kind else found[key].type | kind
+                note = f"{found[key].help} {note}"
+            found[key] = Field(key=key, type=kind, help=note)
+
+    for section in (f.name for f in dataclasses.fields(Recipe)):
+        if section == "model":
+            add(section, SECTIONS[section], names=["preset"])
+            add(section, LoopConfig, names=list(LoopConfig.own_fields()))
+        elif section in SECTIONS:
+            add(section, SECTIONS[section])
+        else:
+            from loopformers.training.recipe import choice_classes
+
+            names = tuple(CHOICES[section])
+            found[f"{section}.name"] = Field(key=f"{section}.name", type=str, help=f"One of {', '.join(names)}.")
+            for name, cls in choice_classes(section).items():
+                add(section, cls, names=[f.name for f in dataclasses.fields(cls)], owner=name)
+    return types.MappingProxyType(found)
+
+
+@cache
+def _parser() -> ArgumentParser:
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(prog="loopformers train", exit_on_error=False, allow_abbrev=False)
+    for key, field in recipe_fields().items():
+        # No defaults: what is parsed is what was given, and the dataclasses hold the defaults.
+        parser.add_argument(f"--{key}", type=field.type, default=argparse.SUPPRESS, help=field.help)
+    return parser
+
+
+def _typed(key: str, value: Any, origin: str) -> Any:
+    """Return one value in its field's type; text is read as YAML where the type is not text."""
+    if "." not in key:  # a whole section: null, or null as text
+        if value in (None, "null"):
+            return None
+        raise ConfigError(f"{origin}: {key}={value!r} is a section; give its fields, such as {key}.name, or null")
+    if _is_list(key) and not isinstance(value, list | tuple) and not str(value).startswith("["):
+        value = [value]  # one entry needs no brackets
+    try:
+        parsed = _parser().parse_object(_nested({key: value}), defaults=False, env=False)
+    except (argparse.ArgumentError, TypeError, ValueError) as error:
+        field = recipe_fields()[key]
+        said = f" ({field.help.rstrip('.')})" if field.help else ""
+        raise ConfigError(f"{origin}: {key}={value!r} must be {type_name(field.type)}{said}") from error
+    section, _, name = key.partition(".")
+    return parsed[section][name]
+
+
+def _is_list(key: str) -> bool:
+    field = recipe_fields().get(key)
+    return field is not None and typing.get_origin(field.type) is tuple
+
+
+def _split(key: str, text: str) -> Any:
+    """Read `1,4,12` as a list where a list is asked for; entries that hold commas need brackets: `[1, "2,1,1"]`."""
+    if not _is_list(key) or text.lstrip().startswith("["):
+        return text
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _check_known(key: str, origin: str) -> None:
+    if key not in recipe_fields() and key not in CHOICES:
+        section, _, name = key.partition(".")
+        sections = [f.name for f in dataclasses.fields(Recipe)]
+        if section not in sections:
+            every = [k for k in recipe_fields() if k.partition(".")[2] == section]
+            hint = f"; the field {section} is written {' or '.join(every)}" if every else ""
+            raise ConfigError(f"{origin}: " + unknown_name("section", section, sections) + hint)
+        names = [k.partition(".")[2] for k in recipe_fields() if k.startswith(f"{section}.")]
+        raise ConfigError(f"{origin}: " + unknown_name(f"field of {section}", name, names))
+
+
+# -- where values come from ------------------------------------------------------------------------------------
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    origin = f"recipe {str(path)!r}"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{origin} is no readable YAML: {reason}") from error
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{origin} must hold a mapping from section to fields, and holds a {type(content).__name__}")
+    flat: dict[str, Any] = {}
+    for section, fields in content.items():
+        if isinstance(fields, dict):
+            for name, value in fields.items():
+                key = f"{section}.{name}"
+                _check_known(key, origin)
+                flat[key] = _typed(key, value, origin)
+            if not fields:
+                _check_known(f"{section}", origin) if section in CHOICES else _check_section(section, origin)
+        else:
+            if section not in CHOICES:
+                _check_section(section, origin)
+                if fields is None:  # a section whose fields are all commented out
+                    continue
+                raise ConfigError(f"{origin}: {section}={fields!r} must be a mapping from field to value")
+            flat[section] = _typed(str(section), fields, origin)
+    return flat
+
+
+def _check_section(section: Any, origin: str) -> None:
+    if section not in SECTIONS:
+        _check_known(str(section), origin)
+
+
+def _variable(key: str) -> str:
+    return f"{ENV_PREFIX}_{key.replace('.', '__').upper()}"
+
+
+def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Fields by key; other variables of our prefix are refused where they look like a field."""
+    sections = {f"{ENV_PREFIX}_{f.name.upper()}": f.name for f in dataclasses.fields(Recipe)}
+    found = {}
+    for variable, text in sorted(environ.items()):
+        head, separator, name = variable.partition("__")
+        if head not in sections or (not separator and sections[head] not in CHOICES):
+            continue
+        key = f"{sections[head]}.{name.lower()}" if separator else sections[head]
+        _check_known(key, f"environment variable {variable}")
+        found[key] = text
+    return found
+
+
+def _read_arguments(arguments: Sequence[str]) -> dict[str, str]:
+    found, rest = {}, list(arguments)
+    while rest:
+        flag, separator, value = rest.pop(0).partition("=")
+        if not flag.startswith("--"):
+            raise ConfigError(f"argument {flag!r} belongs to no option; write --section.field value")
+        key = flag[2:]
+        _check_known(key, f"argument {flag}")
+        if not separator:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"argument {flag} has no value; write {flag} VALUE")
+            value = rest.pop(0)
+        found[key] = value
+    return found
+
+
+# -- words for types -------------------------------------------------------------------------------------------
+
+
+def type_name(kind: Any) -> str:
+    """Say in words what a value must be."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(str, args))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_name(arg) for arg in args)
+    if origin in (tuple, list):
+        entries = [arg for arg in args if arg is not Ellipsis]
+        if len(entries) > 1 and Ellipsis not in args:
+            return f"a list of {len(entries)} values, each {type_name(entries[0])}"
+        return f"a list, each entry {type_name(entries[0])}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    return words.get(kind, str(kind))
+
+
+def _own_types(cls: type) -> dict[str, Any]:
+    """Return the types of a class's own fields: those that it inherits may name modules that are not imported."""
+    own = types.SimpleNamespace(__annotations__=cls.__annotations__)
+    return typing.get_type_hints(own, vars(sys.modules[cls.__module__]))
+
+
+def _attribute_docs(cls: type) -> dict[str, str]:
+    """Return the docstrings below a class's attributes, one line each."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for statement, following in zip(tree.body, tree.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
+        ):
+            docs[statement.target.id] = " ".join(following.value.value.split())
+    return docs

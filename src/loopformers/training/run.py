@@ -1,0 +1,528 @@
+"""Trains a recipe: everything is checked first, then text, model and trainer are made, then the same call resumes.
+
+A run's folder:
+
+    recipe.yaml, versions.json       what was asked for, and what ran it; both are in every checkpoint too
+    checkpoint-<step>/               model, tokenizer, optimiser, data position, random states
+    metrics.jsonl, validation.jsonl  a record an update, and one an evaluation
+    config.json, model.safetensors, tokenizer files, result.json     the trained model, at the end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import numpy as np
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+from loopformers import __version__
+from loopformers.analysis.stability import Stability, assess_stability
+from loopformers.data.corpora import load_splits
+from loopformers.data.packing import PackedTokens, pack_documents
+from loopformers.data.statistics import bytes_per_token, unigram_cross_entropy
+from loopformers.data.tokenizer import bundled_tokenizer
+from loopformers.errors import ConfigError, DataError
+from loopformers.evaluation.budget import BudgetResult, evaluate_budgets
+from loopformers.laws import Law
+from loopformers.model.config import LoopConfig
+from loopformers.model.modeling import LoopedForCausalLM
+from loopformers.schedule import Schedule
+from loopformers.training.callbacks import BudgetValidationCallback
+from loopformers.training.progress import ProgressListener
+from loopformers.training.recipe import (
+    BUNDLED,
+    DataRecipe,
+    ModelRecipe,
+    Recipe,
+    build_law,
+    check_budgets,
+    differences,
+)
+from loopformers.training.recipe_file import dump, load
+from loopformers.training.step_log import METRICS_FILE, StepLog
+from loopformers.training.trainer import LoopTrainer, training_arguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["PreparedRun", "RunResult", "check_folder", "model_config", "prepare", "versions"]
+
+RECIPE_FILE = "recipe.yaml"
+VERSIONS_FILE = "versions.json"
+VALIDATION_FILE = "validation.jsonl"
+RESULT_FILE = "result.json"
+
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """What a run came to; losses in nats per token of the validation split."""
+
+    fingerprint: str
+    """Of the recipe."""
+    steps: int
+    """Updates."""
+    tokens_seen: int
+    """Training tokens."""
+    training_flops: float
+    """Forward and backward, every loop and both trajectories."""
+    num_parameters: int
+    """Tied matrices once."""
+    unigram_loss: float
+    """Loss of token frequencies alone."""
+    loss: float
+    """Loss at the trained number of loops."""
+    verdict: str
+    """Whether it trained: see `loopformers.analysis.stability`."""
+    reason: str
+    """What the verdict rests on."""
+    budgets: tuple[dict[str, Any], ...]
+    """One `BudgetResult` as a dict for each budget, the trained one first."""
+
+
+ValidationListener = Callable[[int, BudgetResult, Stability], None]
+"""Called on the main process with the step, the score at the trained number of loops, and the verdict so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A run whose every part has been checked, and of which nothing has been written."""
+
+    recipe: Recipe
+    """As resolved: sizes that follow from the data are filled in."""
+    config: LoopConfig
+    """The model's."""
+    law: Law
+    """Draws the loops of a microbatch."""
+    budgets: tuple[Schedule, ...]
+    """Runs to score, the trained one first."""
+    arguments: TrainingArguments
+    """Of the trainer."""
+    tokenizer: PreTrainedTokenizerFast
+    """Its tokenizer."""
+    train_windows: PackedTokens
+    """Training windows."""
+    validation_windows: list[dict[str, Any]]
+    """Windows to score."""
+    unigram_loss: float
+    """Nats per token of token frequencies alone, on those."""
+    bytes_per_token: float
+    """Of the validation split."""
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.recipe.training.output_dir)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process writes and prints."""
+        return bool(self.arguments.process_index == 0)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an update, over all processes."""
+        return self.recipe.training.batch_size * self.recipe.data.seq_len
+
+    def finished(self) -> RunResult | None:
+        """Return the result of a run that is complete, or None."""
+        return read_result(self.folder)
+
+    def train(
+        self,
+        *,
+        on_progress: ProgressListener | None = None,
+        on_validation: ValidationListener | None = None,
+        stop_requested: Callable[[], bool] | None = None,
+    ) -> RunResult:
+        """Train to the end, from where the folder's run stands.
+
+        Args:
+            on_progress: Called after each update on the main process.
+            on_validation: Called after each evaluation on the main process.
+            stop_requested: Asked after each update; True acts as Ctrl-C does.
+
+        Raises:
+            ConfigError: The folder holds another run.
+            NonFiniteError: Training diverged; weights and checkpoints are as they were.
+            KeyboardInterrupt: Stopped, after a checkpoint was saved; the same call continues.
+        """
+        if self.is_main_process:
+            self._claim()
+        _wait(self.arguments)
+        if (result := self.finished()) is not None:
+            return result
+        model = build_model(self.config, self.recipe)
+        validation = BudgetValidationCallback(
+            self.validation_windows,
+            self.budgets,
+            every_steps=self.recipe.evaluation.interval or self.recipe.training.steps,
+            log=StepLog(self.folder / VALIDATION_FILE),
+            batch_size=self.recipe.evaluation.batch_size,
+            bytes_per_token=self.bytes_per_token,
+        )
+        trainer = LoopTrainer(
+            model,
+            self.arguments,
+            self.train_windows,
+            optimizer_settings=self.recipe.optimizer,
+            lr_schedule=self.recipe.lr_schedule,
+            law=self.law,
+            num_grad_loops=self.recipe.training.num_grad_loops,
+            checkpoint_files=self._provenance(),
+            on_progress=on_progress,
+            stop_requested=stop_requested,
+            callbacks=[validation, _LiveVerdict(self, validation, on_validation)],
+            processing_class=self.tokenizer,
+        )
+        with quiet_transformers():
+            trainer.train(resume_from_checkpoint="auto")
+        scores = validation.last or evaluate_budgets(
+            model,
+            self.validation_windows,
+            self.budgets,
+            batch_size=self.recipe.evaluation.batch_size,
+            bytes_per_token=self.bytes_per_token,
+        )
+        result = self._judge(scores)
+        trained = trainer.accelerator.unwrap_model(trainer.model)
+        if self.is_main_process:
+            self._finish(trained, result)
+        _wait(self.arguments)
+        return result
+
+    def assess(self, loss: float) -> Stability:
+        """Return the verdict on the run so far, given its validation loss at the trained number of loops."""
+        records = StepLog(self.folder / METRICS_FILE).read()
+        norms = [record["residual_norms"] for record in records if record["residual_norms"]]
+        shallowest = min(map(len, norms), default=0)  # a law may draw other depths: judge the loops that all have
+        return assess_stability(
+            validation_losses=[loss],
+            unigram_cross_entropy=self.unigram_loss,
+            gradient_norms=[record["gradient_norm"] for record in records],
+            residual_norms=[record[:shallowest] for record in norms],
+        )
+
+    def _judge(self, scores: list[BudgetResult]) -> RunResult:
+        last = StepLog(self.folder / METRICS_FILE).read()[-1]
+        stability = self.assess(scores[0].loss)
+        return RunResult(
+            fingerprint=self.recipe.fingerprint(),
+            steps=last["step"],
+            tokens_seen=last["tokens_seen"],
+            training_flops=last["flops"],
+            num_parameters=self.config.num_parameters(),
+            unigram_loss=self.unigram_loss,
+            loss=scores[0].loss,
+            verdict=stability.verdict,
+            reason=stability.reason,
+            budgets=tuple(dataclasses.asdict(score) for score in scores),
+        )
+
+    def _provenance(self) -> dict[str, str]:
+        return {RECIPE_FILE: dump(self.recipe), VERSIONS_FILE: json.dumps(versions(), indent=2) + "\n"}
+
+    def _claim(self) -> None:
+        """Make the folder this run's own."""
+        check_folder(self.recipe)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, text in self._provenance().items():
+            write_text(self.folder / name, text)
+
+    def _finish(self, model: Any, result: RunResult) -> None:
+        with quiet_transformers():
+            model.save_pretrained(self.folder)
+            self.tokenizer.save_pretrained(self.folder)
+        write_text(self.folder / RESULT_FILE, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+
+
+class _LiveVerdict(TrainerCallback):
+    """Judges the run after each evaluation."""
+
+    def __init__(
+        self, run: PreparedRun, validation: BudgetValidationCallback, listener: ValidationListener | None
+    ) -> None:
+        self.run, self.validation, self.listener = run, validation, listener
+        self.seen: list[BudgetResult] = []
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Report a new evaluation."""
+        scores = self.validation.last
+        if scores and scores is not self.seen and self.listener is not None and state.is_world_process_zero:
+            self.listener(state.global_step, scores[0], self.run.assess(scores[0].loss))
+        self.seen = scores
+
+
+# -- preparation -----------------------------------------------------------------------------------------------
+
+
+def prepare(recipe: Recipe) -> PreparedRun:
+    """Check a recipe against everything that it names, and read its text. Writes nothing but the cache of the text.
+
+    Raises:
+        ConfigError: A rule between fields is broken, or the folder holds another run or cannot be written.
+        DataError: Text is missing, empty, or too short for a window or a batch.
+    """
+    check_folder(recipe, compare=False)
+    with quiet_transformers():
+        tokenizer = load_tokenizer(recipe.data)
+    config = model_config(recipe, tokenizer)
+    law = build_law(recipe, config)
+    budgets = check_budgets(recipe.evaluation.budgets, config)
+    recipe = dataclasses.replace(recipe, model=_resolved_model(recipe, config))
+    check_folder(recipe)
+    arguments = build_arguments(recipe)
+    with arguments.main_process_first(desc="reading text"):  # the others find it in the cache
+        train, held_out = read_windows(recipe.data, tokenizer)
+    if len(train) < recipe.training.batch_size:
+        raise DataError(
+            f"training.batch_size={recipe.training.batch_size} is more than the {len(train)} windows of data.seq_len="
+            f"{recipe.data.seq_len} that the training split holds; give more text, shorter windows or a smaller batch"
+        )
+    rows = np.linspace(0, len(held_out) - 1, min(recipe.evaluation.windows, len(held_out))).astype(int)
+    targets = held_out.windows[rows][:, 1:].ravel()
+    return PreparedRun(
+        recipe=recipe,
+        config=config,
+        law=law,
+        budgets=budgets,
+        arguments=arguments,
+        tokenizer=tokenizer,
+        train_windows=train,
+        validation_windows=[held_out[int(row)] for row in rows],
+        unigram_loss=unigram_cross_entropy(train.stream.tokens, targets, config.vocab_size),
+        bytes_per_token=bytes_per_token(held_out),
+    )
+
+
+def model_config(recipe: Recipe, tokenizer: Any = None) -> LoopConfig:
+    """Return the model's configuration; what the recipe leaves open follows from the tokenizer, the windows and the seed.
+
+    Args:
+        recipe: The recipe.
+        tokenizer: Its tokenizer; None: the recipe or the preset gives the vocabulary.
+
+    Raises:
+        ConfigError: An illegal field, a vocabulary smaller than the tokenizer's, or windows beyond learned positions.
+    """
+    fields: dict[str, Any] = {
+        "max_position_embeddings": recipe.data.seq_len,
+        "loop_seed": recipe.training.seed,
+    }
+    if tokenizer is not None:
+        fields["vocab_size"] = len(tokenizer)
+        fields |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = LoopConfig.from_preset(recipe.model.preset, **{**fields, **recipe.model.overrides})
+    if tokenizer is not None and config.vocab_size < len(tokenizer):
+        raise ConfigError(
+            f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {len(tokenizer)} entries; leave it out, "
+            "or give at least that many"
+        )
+    if config.position_embedding == "learned" and config.max_position_embeddings < recipe.data.seq_len:
+        raise ConfigError(
+            f"data.seq_len={recipe.data.seq_len} is beyond model.max_position_embeddings={config.max_position_embeddings} "
+            "learned positions; leave the latter out, or give at least that many"
+        )
+    return config
+
+
+def _resolved_model(recipe: Recipe, config: LoopConfig) -> ModelRecipe:
+    sizes = {name: getattr(config, name) for name in ("vocab_size", "max_position_embeddings", "loop_seed")}
+    return ModelRecipe(preset=recipe.model.preset, overrides={**sizes, **recipe.model.overrides})
+
+
+def build_model(config: LoopConfig, recipe: Recipe) -> LoopedForCausalLM:
+    """Return the model with the weights of the recipe's seed."""
+    torch.manual_seed(recipe.training.seed)
+    model = LoopedForCausalLM(config)
+    model.loss_chunk_tokens = recipe.training.loss_chunk_tokens
+    model.model.num_kept_loops = recipe.training.kept_loops
+    if recipe.training.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def build_arguments(recipe: Recipe) -> TrainingArguments:
+    """Return the trainer's arguments on this process.
+
+    Raises:
+        ConfigError: The batch does not divide among processes and microbatches.
+    """
+    training = recipe.training
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    parts = num_processes * training.gradient_accumulation
+    if training.batch_size % parts:
+        raise ConfigError(
+            f"training.batch_size={training.batch_size} does not divide into {num_processes} process(es) x "
+            f"gradient_accumulation={training.gradient_accumulation} microbatches; the nearest that does is "
+            f"{max(1, round(training.batch_size / parts)) * parts}"
+        )
+    on_cpu = not torch.cuda.is_available()
+    return training_arguments(
+        training.output_dir,
+        num_steps=training.steps,
+        batch_size=training.batch_size // parts,
+        seed=training.seed,
+        save_steps=training.checkpoint_interval,
+        gradient_accumulation_steps=training.gradient_accumulation,
+        save_total_limit=training.checkpoints_kept,
+        max_grad_norm=training.clip or 0.0,
+        bf16=training.precision == "bfloat16",
+        dataloader_drop_last=True,
+        ddp_find_unused_parameters=False,
+        report_to=list(training.report_to),
+        logging_strategy="steps" if training.report_to else "no",
+        logging_steps=training.log_interval,
+        **({"ddp_backend": "gloo"} if on_cpu and num_processes > 1 else {}),
+    )
+
+
+def load_tokenizer(data: DataRecipe) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a recipe.
+
+    Raises:
+        DataError: There is none of that name, or it has no end-of-text token.
+    """
+    if data.tokenizer == BUNDLED:
+        return bundled_tokenizer()
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
+    except Exception as error:  # the hub, its cache and the parsers raise errors without a common base
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"data.tokenizer={data.tokenizer!r} could not be loaded ({reason}); give {BUNDLED!r}, the folder of a "
+            "tokenizer, or a name that is reachable or in the cache"
+        ) from error
+    return tokenizer
+
+
+def read_windows(data: DataRecipe, tokenizer: PreTrainedTokenizerFast) -> tuple[PackedTokens, PackedTokens]:
+    """Return the training and the validation windows of all sources together."""
+    parts = [
+        load_splits(
+            source,
+            fractions=data.fractions,
+            seed=data.split_seed,
+            split_by=data.split_by,
+            text_column=data.text_column,
+            id_column=data.id_column,
+            cache_dir=data.cache_dir,
+        )
+        for source in data.sources
+    ]
+    train, held_out = (
+        pack_documents(
+            parts[0][split] if len(parts) == 1 else datasets.concatenate_datasets([part[split] for part in parts]),
+            tokenizer,
+            data.seq_len,
+            cache_dir=data.cache_dir,
+        )
+        for split in ("train", "validation")
+    )
+    return train, held_out
+
+
+# -- the run's folder ------------------------------------------------------------------------------------------
+
+
+def check_folder(recipe: Recipe, *, compare: bool = True) -> None:
+    """Raise ConfigError unless the output folder is new, empty, or holds this recipe's run. Writes nothing.
+
+    Args:
+        recipe: As resolved.
+        compare: Whether to compare it with the run that the folder holds.
+    """
+    folder = Path(recipe.training.output_dir)
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"training.output_dir={str(folder)!r}: {str(existing)!r} is a file; give a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"training.output_dir={str(folder)!r} cannot be written: no permission for {str(existing)!r}; give another folder"
+        )
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not (folder / RECIPE_FILE).exists():
+        raise ConfigError(
+            f"training.output_dir={str(folder)!r} holds files that are no run's of loopformers train; choose a new or an "
+            "empty folder"
+        )
+    if not compare:
+        return
+    changed = differences(recipe, load(folder / RECIPE_FILE))
+    if changed:
+        changes = ", ".join(f"{key}={new!r} (there: {old!r})" for key, (new, old) in changed.items())
+        raise ConfigError(
+            f"training.output_dir={str(folder)!r} holds another run: {changes}; give the same recipe to continue it, or "
+            "another training.output_dir"
+        )
+
+
+def read_result(folder: Path) -> RunResult | None:
+    """Return the result of a finished run, or None."""
+    path = folder / RESULT_FILE
+    if not path.exists():
+        return None
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    return RunResult(**{**fields, "budgets": tuple(fields["budgets"])})
+
+
+def versions() -> Mapping[str, Any]:
+    """Return what a run rests on: Python, packages, and the commit of the repository in the working folder, if any."""
+    return {
+        "python": platform.python_version(),
+        "loopformers": __version__,
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_changes": None if (status := _git("status", "--porcelain")) is None else bool(status),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file aside, then rename it into place."""
+    aside = path.with_name(path.name + ".partial")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def _wait(arguments: TrainingArguments) -> None:
+    if arguments.world_size > 1:
+        torch.distributed.barrier()
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' own bars and reminders off the terminal, where ours are."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
