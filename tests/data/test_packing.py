@@ -285,3 +285,38 @@ def test_no_documents_are_refused(tokenizer, cache):
 def test_documents_without_text_are_refused(tokenizer, cache):
     with pytest.raises(DataError, match=r"columns body.*text_column="):
         tokenize_documents(Dataset.from_dict({"body": ["a"]}), tokenizer, cache_dir=cache)
+
+
+# -- documents apart -------------------------------------------------------------------------------------------
+
+
+def test_documents_apart_restart_positions_and_have_no_target_at_their_start(tokenizer, make_documents, cache):
+    stream = tokenize_documents(make_documents(TEXTS), tokenizer, cache_dir=cache)
+    assert stream.eos_token_id == tokenizer.eos_token_id
+    together, apart = pack_tokens(stream, 9), PackedTokens(stream, 9, isolate_documents=True)
+    assert len(together) == len(apart)
+    for plain, window in zip(together, apart, strict=True):
+        assert set(plain) == {"input_ids", "labels"}
+        assert np.array_equal(plain["input_ids"], window["input_ids"])
+        position = 0
+        for i, token in enumerate(window["input_ids"]):
+            begins = i > 0 and window["input_ids"][i - 1] == tokenizer.eos_token_id
+            position = 0 if i == 0 or begins else position + 1
+            assert window["position_ids"][i] == position
+            assert window["labels"][i] == (-100 if begins else token)
+    assert apart.num_targets == sum(int((window["labels"][1:] != -100).sum()) for window in apart)
+    assert apart.num_targets < together.num_targets
+
+
+def test_a_window_of_documents_apart_gives_the_loss_of_its_documents(tokenizer, make_documents, cache):
+    from loopformers.testing import tiny_model
+
+    packed = pack_documents(make_documents(TEXTS), tokenizer, 31, isolate_documents=True, cache_dir=cache)
+    model = tiny_model("flt", vocab_size=len(tokenizer)).double().eval()
+    window = {name: torch.from_numpy(value)[None] for name, value in packed[0].items()}
+    pieces = [torch.tensor(piece)[None] for piece in documents_in(packed[0]["input_ids"], tokenizer.eos_token_id)]
+    with torch.no_grad():
+        together = model(**window).loss * (window["labels"][:, 1:] != -100).sum()
+        separate = sum(model(piece, labels=piece).loss * (piece.shape[1] - 1) for piece in pieces if piece.shape[1] > 1)
+    assert len(pieces) >= 3
+    torch.testing.assert_close(together, separate, rtol=1e-10, atol=1e-10)

@@ -2,7 +2,7 @@
 
 The stream does not depend on the length of a window, so it is made once for a corpus and a tokenizer, kept on disk and
 memory-mapped. Windows are cut from it one after the other; what is shorter than a window at its end is dropped and
-counted.
+counted. On request a window keeps its documents apart (`window_example`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,27 @@ from loopformers.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["PackedTokens", "TokenArray", "TokenStream", "pack_documents", "pack_tokens", "tokenize_documents"]
+__all__ = [
+    "DocumentEncoder",
+    "PackedTokens",
+    "TokenArray",
+    "TokenStream",
+    "pack_documents",
+    "pack_tokens",
+    "tokenize_documents",
+    "window_example",
+]
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 """Part of every fingerprint: raise it when the stream of the same input changes."""
 
 BATCH_CHARACTERS = 1 << 21
 """Characters tokenised together, which bounds memory; one longer document makes a batch of its own."""
+
+NO_TARGET = -100
+"""transformers' label where nothing is predicted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +59,7 @@ class TokenStream:
         num_documents: Number of documents, which is the number of `<|endoftext|>` added.
         num_characters: Characters (code points) of their texts.
         num_bytes: UTF-8 bytes of their texts.
+        eos_token_id: The id that ends each document and stands nowhere else.
         path: Where `tokens` lives on disk.
     """
 
@@ -54,6 +67,7 @@ class TokenStream:
     num_documents: int
     num_characters: int
     num_bytes: int
+    eos_token_id: int
     path: Path
 
     @property
@@ -75,6 +89,7 @@ class PackedTokens:
     Args:
         stream: The tokens.
         seq_len: Tokens in a window.
+        isolate_documents: Keep the documents of a window apart, see `window_example`.
 
     Raises:
         ConfigError: `seq_len` is below 2, which leaves no target.
@@ -83,10 +98,10 @@ class PackedTokens:
 
     stream: TokenStream
     seq_len: int
+    isolate_documents: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.seq_len, bool) or not isinstance(self.seq_len, int) or self.seq_len < 2:
-            raise ConfigError(f"seq_len={self.seq_len!r} must be a whole number of at least 2: a token and its target")
+        check_seq_len(self.seq_len)
         if self.seq_len > self.stream.num_tokens:
             raise DataError(
                 f"seq_len={self.seq_len} is longer than the data: {self.stream.num_documents} document(s) of "
@@ -110,8 +125,9 @@ class PackedTokens:
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens that are predicted: all of each window but its first."""
-        return self.num_windows * (self.seq_len - 1)
+        """Number of tokens that are predicted: all of each window but its first, or but the first of each document in it."""
+        ends = np.count_nonzero(self.windows[:, :-1] == self.stream.eos_token_id) if self.isolate_documents else 0
+        return self.num_windows * (self.seq_len - 1) - int(ends)
 
     @property
     def num_documents(self) -> int:
@@ -133,8 +149,40 @@ class PackedTokens:
         return self.num_windows
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64]]:
-        window = self.windows[index].astype(np.int64)
-        return {"input_ids": window, "labels": window.copy()}
+        return window_example(self.windows[index], self.stream.eos_token_id if self.isolate_documents else None)
+
+
+def window_example(
+    window: npt.NDArray[np.integer[Any]], eos_token_id: int | None = None
+) -> dict[str, npt.NDArray[np.int64]]:
+    """What a model is given of a window: `input_ids` and `labels`, and `position_ids` where documents are kept apart.
+
+    Positions then restart at 0 behind each `eos_token_id`, from which the model's mask is built: no token sees another
+    document's. The first token of a document has no target, as nothing that it may see precedes it. A document that the
+    window cuts counts from the cut.
+
+    Args:
+        window: (seq_len,) ids.
+        eos_token_id: The end of a document; None: documents see each other.
+
+    Returns:
+        int64 arrays (seq_len,).
+    """
+    ids = window.astype(np.int64)
+    example = {"input_ids": ids, "labels": ids.copy()}
+    if eos_token_id is not None:
+        begins = np.zeros_like(ids)
+        starts = np.flatnonzero(ids[:-1] == eos_token_id) + 1
+        begins[starts] = starts
+        example["labels"][starts] = NO_TARGET
+        example["position_ids"] = np.arange(len(ids)) - np.maximum.accumulate(begins)
+    return example
+
+
+def check_seq_len(seq_len: object) -> None:
+    """Raise ConfigError unless a window holds a token and its target."""
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 2:
+        raise ConfigError(f"seq_len={seq_len!r} must be a whole number of at least 2: a token and its target")
 
 
 def pack_documents(
@@ -142,6 +190,7 @@ def pack_documents(
     tokenizer: PreTrainedTokenizerFast,
     seq_len: int,
     *,
+    isolate_documents: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> PackedTokens:
     """Tokenise documents and cut them into windows of `seq_len` tokens, in their order.
@@ -150,18 +199,62 @@ def pack_documents(
         documents: Records with `text`.
         tokenizer: A fast tokenizer with an eos token.
         seq_len: Tokens in a window, at least 2.
+        isolate_documents: Keep the documents of a window apart, see `window_example`.
         cache_dir: Where the tokens are kept. None: `loopformers/tokens` in the Hugging Face cache (`HF_HOME`).
 
     Raises:
         ConfigError: `seq_len` is below 2.
         DataError: As in `tokenize_documents`, or fewer tokens than one window.
     """
-    return pack_tokens(tokenize_documents(documents, tokenizer, cache_dir=cache_dir), seq_len)
+    return pack_tokens(tokenize_documents(documents, tokenizer, cache_dir=cache_dir), seq_len, isolate_documents)
 
 
-def pack_tokens(stream: TokenStream, seq_len: int) -> PackedTokens:
-    """Cut a stream into windows of `seq_len` tokens: `PackedTokens(stream, seq_len)`."""
-    return PackedTokens(stream, seq_len)
+def pack_tokens(stream: TokenStream, seq_len: int, isolate_documents: bool = False) -> PackedTokens:
+    """Cut a stream into windows of `seq_len` tokens: `PackedTokens(stream, seq_len, isolate_documents)`."""
+    return PackedTokens(stream, seq_len, isolate_documents)
+
+
+class DocumentEncoder:
+    """Texts to ids, the eos token after each.
+
+    The tokenizer adds nothing, whatever its template says: the eos token after each document is the only addition. A
+    special token spelled out in a text is text, so no document can forge its end.
+
+    Args:
+        tokenizer: A fast tokenizer with an eos token; it is left as it is.
+
+    Attributes:
+        eos_token_id: The id behind each document.
+        dtype: Of the ids: uint16 where the vocabulary fits, else uint32.
+        fingerprint: Hexadecimal digest of everything that the ids of a text depend on.
+
+    Raises:
+        DataError: A tokenizer without eos token or backend.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
+        if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
+            raise DataError(f"tokenizer {name!r} has no backend of the tokenizers library; use its fast version")
+        if tokenizer.eos_token_id is None:
+            raise DataError(f"tokenizer {name!r} has no eos token, which ends each document; set tokenizer.eos_token")
+        serialised = json.loads(tokenizer.backend_tokenizer.to_str())
+        serialised |= {"truncation": None, "padding": None}  # left behind by earlier calls, and none of our business
+        self.eos_token_id: int = tokenizer.eos_token_id
+        self.dtype: np.dtype[Any] = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
+        self.fingerprint = hashlib.sha256(
+            json.dumps([CACHE_FORMAT, self.eos_token_id, serialised], sort_keys=True).encode()
+        ).hexdigest()
+        self._serialised = json.dumps(serialised)
+        self._backend: Tokenizer | None = None
+
+    def encode(self, texts: list[str]) -> Iterator[TokenArray]:
+        """The ids of each text, (length + 1,)."""
+        if self._backend is None:
+            self._backend = Tokenizer.from_str(self._serialised)
+            self._backend.encode_special_tokens = True  # as text, that is
+        for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False):
+            yield np.array([*encoding.ids, self.eos_token_id], dtype=self.dtype)
 
 
 def tokenize_documents(
@@ -169,8 +262,7 @@ def tokenize_documents(
 ) -> TokenStream:
     """Tokenise documents into one stream, or open the stream that an earlier call left for the same ones.
 
-    The tokenizer adds nothing, whatever its template says: the eos token after each document is the only addition. A
-    special token spelled out in a text is text, so no document can forge its end.
+    See `DocumentEncoder` for what the tokenizer does.
 
     Args:
         documents: Records with `text`.
@@ -188,22 +280,12 @@ def tokenize_documents(
         )
     if len(documents) == 0:
         raise DataError("there are 0 documents to tokenise, and a stream needs at least one; check the source")
-    name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
-    if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
-        raise DataError(f"tokenizer {name!r} has no backend of the tokenizers library; use its fast version")
-    if tokenizer.eos_token_id is None:
-        raise DataError(f"tokenizer {name!r} has no eos token, which ends each document; set tokenizer.eos_token")
-
-    serialised = json.loads(tokenizer.backend_tokenizer.to_str())
-    serialised |= {"truncation": None, "padding": None}  # left behind by earlier calls, and none of our business
+    encoder = DocumentEncoder(tokenizer)
     root = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    path = root / f"{fingerprint(documents, serialised, tokenizer.eos_token_id)}.json"
+    path = root / f"{fingerprint(documents, encoder)}.json"
     if not is_complete(path):
-        backend = Tokenizer.from_str(json.dumps(serialised))
-        backend.encode_special_tokens = True  # as text, that is
-        dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
         try:
-            write_stream(path, documents, backend, tokenizer.eos_token_id, dtype)
+            write_stream(path, documents, encoder)
         except OSError as error:
             raise DataError(
                 f"tokens cannot be kept in {str(root)!r} ({error}); give a writable cache_dir with space"
@@ -219,9 +301,9 @@ def default_cache_dir() -> Path:
     return Path(huggingface_hub.constants.HF_HOME) / "loopformers" / "tokens"
 
 
-def fingerprint(documents: Dataset, serialised_tokenizer: dict[str, Any], eos_token_id: int) -> str:
+def fingerprint(documents: Dataset, encoder: DocumentEncoder) -> str:
     """A digest of everything that the stream depends on."""
-    digest = hashlib.sha256(json.dumps([CACHE_FORMAT, eos_token_id, serialised_tokenizer], sort_keys=True).encode())
+    digest = hashlib.sha256(encoder.fingerprint.encode())
     for texts in text_batches(documents):
         for text in texts:
             encoded = text.encode()
@@ -244,7 +326,7 @@ def text_batches(documents: Dataset) -> Iterator[list[str]]:
         yield batch
 
 
-def write_stream(path: Path, documents: Dataset, backend: Tokenizer, eos_token_id: int, dtype: np.dtype[Any]) -> None:
+def write_stream(path: Path, documents: Dataset, encoder: DocumentEncoder) -> None:
     """Tokenise into two files aside, then rename them into place; the description last, as it vouches for the ids."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(f".{uuid.uuid4().hex}.partial")
@@ -252,21 +334,19 @@ def write_stream(path: Path, documents: Dataset, backend: Tokenizer, eos_token_i
     try:
         with aside.open("wb") as file:
             for texts in text_batches(documents):
-                for text, encoding in zip(
-                    texts, backend.encode_batch_fast(texts, add_special_tokens=False), strict=True
-                ):
-                    ids = np.array([*encoding.ids, eos_token_id], dtype=dtype)
+                for text, ids in zip(texts, encoder.encode(texts), strict=True):
                     file.write(ids.tobytes())
                     num_tokens += len(ids)
                     num_characters += len(text)
                     num_bytes += len(text.encode())
         os.replace(aside, path.with_suffix(".bin"))
         description = {
-            "dtype": dtype.name,
+            "dtype": encoder.dtype.name,
             "num_tokens": num_tokens,
             "num_documents": len(documents),
             "num_characters": num_characters,
             "num_bytes": num_bytes,
+            "eos_token_id": encoder.eos_token_id,
         }
         aside.write_text(json.dumps(description), encoding="utf-8")
         os.replace(aside, path)
