@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from loopformers.nn.conditioning import NUM_FREQUENCIES
 from loopformers.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Costs:
         c = cast("LoopConfig", self)
         d = c.hidden_size
         layer = self._layer_matrix_parameters() + (2 * d if c.learned_norms == "all" else 0)
-        embedders = {"none": 0, "loop_index": 1, "time": 1, "time_and_step": 2}[c.conditioning]
+        embedders = self._num_embedders
         modulation = c.num_hidden_layers * (4 * d * d + 4 * d) if embedders else 0
         return {
             "embedding": c.padded_vocab_size * d,
@@ -35,7 +36,7 @@ class Costs:
             "prelude": c.num_prelude_layers * layer,
             "core": c.num_hidden_layers * layer,
             "coda": c.num_coda_layers * layer,
-            "conditioning": embedders * (256 * d + d + d * d + d) + modulation,
+            "conditioning": embedders * (2 * NUM_FREQUENCIES * d + d + d * d + d) + modulation,
             "norm": d if c.learned_norms != "none" else 0,
             "head": 0 if c.tie_word_embeddings else c.padded_vocab_size * d,
         }
@@ -58,7 +59,8 @@ class Costs:
         c = cast("LoopConfig", self)
         run = c.resolve_schedule(num_loops, schedule)
         head = 2 * c.hidden_size * c.padded_vocab_size * batch_size * seq_len
-        return head + self._trunk_flops(run, batch_size, seq_len)
+        prelude = self._once_flops(c.num_prelude_layers, batch_size, seq_len)
+        return prelude + self._run_flops(run, batch_size, seq_len) + head
 
     def flops_per_token(self, num_loops: int | None = None, *, seq_len: int, schedule: Any = None) -> float:
         """Return the operations of a forward pass over one sequence of `seq_len` tokens, per token."""
@@ -74,7 +76,9 @@ class Costs:
         c = cast("LoopConfig", self)
         run = c.resolve_schedule(num_loops)
         head = 2 * c.hidden_size * c.padded_vocab_size * batch_size * seq_len
-        forward = float(self._trunk_flops(run, batch_size, seq_len))
+        shorts: list[Schedule] = []
+        forward = float(self._once_flops(c.num_prelude_layers, batch_size, seq_len))  # all trajectories share it
+        forward += self._run_flops(run, batch_size, seq_len)
         match c.objective:
             case "every_loop" | "last_third":
                 first = 0 if c.objective == "every_loop" else 2 * run.num_loops // 3
@@ -82,11 +86,11 @@ class Costs:
                 forward += (extra + 1) * head + extra * self._once_flops(c.num_coda_layers, batch_size, seq_len)
             case "shortcut_consistency":
                 shorts = [short] if short is not None else [Schedule.uniform(m) for m in range(1, run.num_loops)]
-                costs = [self._trunk_flops(s, batch_size, seq_len) for s in shorts]
-                forward += 2 * head + (sum(costs) / len(costs) if costs else 0)
+                forward += 2 * head + _mean([self._run_flops(s, batch_size, seq_len) for s in shorts])
             case _:
                 forward += head
-        return (1 + BACKWARD_FACTOR) * forward
+        constant = self._frequency_flops(run) + _mean([self._frequency_flops(s) for s in shorts])
+        return (1 + BACKWARD_FACTOR) * forward - constant
 
     def training_flops_per_token(self, num_loops: int | None = None, *, seq_len: int) -> float:
         """Return `training_flops` of one sequence, per token."""
@@ -116,11 +120,24 @@ class Costs:
         scores = 4 * cast(int, c.num_attention_heads) * cast(int, c.head_dim) * batch_size * seq_len * seq_len
         return num_layers * (matrices + scores)
 
-    def _trunk_flops(self, run: Schedule, batch_size: int, seq_len: int) -> int:
+    def _run_flops(self, run: Schedule, batch_size: int, seq_len: int) -> int:
+        """Operations of the core, the coda and the conditioning along a schedule."""
         c = cast("LoopConfig", self)
         d, loops = c.hidden_size, run.num_loops
-        layers = c.num_prelude_layers + c.num_coda_layers + c.num_hidden_layers * loops
-        embedders = {"none": 0, "loop_index": 1, "time": 1, "time_and_step": 2}[c.conditioning]
-        modulation = 2 * c.num_hidden_layers * 4 * d * d if embedders else 0
-        conditioning = loops * (embedders * 2 * (256 * d + d * d) + modulation)
-        return self._once_flops(layers, batch_size, seq_len) + conditioning
+        modulation = 2 * c.num_hidden_layers * 4 * d * d if c.conditioning != "none" else 0
+        conditioning = self._frequency_flops(run) + loops * (self._num_embedders * 2 * d * d + modulation)
+        return self._once_flops(c.num_coda_layers + c.num_hidden_layers * loops, batch_size, seq_len) + conditioning
+
+    def _frequency_flops(self, run: Schedule) -> int:
+        """Operations on frequency embeddings, which are constants: no gradient goes into them."""
+        c = cast("LoopConfig", self)
+        return run.num_loops * self._num_embedders * 2 * NUM_FREQUENCIES * 2 * c.hidden_size
+
+    @property
+    def _num_embedders(self) -> int:
+        c = cast("LoopConfig", self)
+        return {"none": 0, "loop_index": 1, "time": 1, "time_and_step": 2}[c.conditioning]
+
+
+def _mean(values: list[int]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -709,17 +709,17 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             hidden = self.model.finish(state, prepared)
             return Prediction(hidden, self.head(hidden) if self.loss_chunk_tokens is None else None)
 
-        def run(schedule: Schedule, *, every_loop: bool = False) -> list[Prediction]:
+        def run(schedule: Schedule, *, first_loop: int | None = None) -> list[Prediction]:
             states: list[Tensor] = []
 
             def observe(loop_idx: int, residual: Tensor, state: Tensor) -> None:
-                if every_loop:
+                if loop_idx >= (schedule.num_loops - 1 if first_loop is None else first_loop):
                     states.append(state)
                 if schedule is plan.long:
                     record(loop_idx, residual, state)
 
-            state = self.model.run(prepared, schedule, observer=observe, num_grad_loops=num_grad_loops)
-            return [predict(s) for s in (states if every_loop else [state])]
+            self.model.run(prepared, schedule, observer=observe, num_grad_loops=num_grad_loops)
+            return [predict(state) for state in states]
 
         weights = ObjectiveWeights(config.short_weight, config.consistency_weight, config.consistency_target)
         result = OBJECTIVES[config.objective](run, targets, plan, weights)

@@ -66,8 +66,8 @@ class Targets:
 class TrajectoryRunner(Protocol):
     """Runs the model along a schedule."""
 
-    def __call__(self, schedule: Schedule, *, every_loop: bool = False) -> list[Prediction]:
-        """Return the prediction after the last loop, or on request one after every loop."""
+    def __call__(self, schedule: Schedule, *, first_loop: int | None = None) -> list[Prediction]:
+        """Return the predictions after each loop from `first_loop` on, counted from 0; default: after the last alone."""
         ...
 
 

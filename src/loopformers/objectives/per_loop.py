@@ -26,8 +26,8 @@ def last_third(run: TrajectoryRunner, targets: Targets, plan: LoopPlan, weights:
 
 
 def _mean_over_loops(run: TrajectoryRunner, targets: Targets, plan: LoopPlan, *, first: int) -> ObjectiveOutput:
-    predictions = run(plan.long, every_loop=True)
-    losses = [targets.cross_entropy(prediction) for prediction in predictions[first:]]
+    predictions = run(plan.long, first_loop=first)
+    losses = [targets.cross_entropy(prediction) for prediction in predictions]
     loss = sum(losses[1:], start=losses[0]) / len(losses)
     parts = {f"cross_entropy_loop_{first + i + 1}": value.detach() for i, value in enumerate(losses)}
     return ObjectiveOutput(loss, predictions[-1], parts)
