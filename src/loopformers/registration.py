@@ -1,8 +1,8 @@
 """Makes transformers' Auto classes and pipelines know our models, without importing transformers.
 
 `import loopformers` must stay cheap, and `AutoModelForCausalLM.from_pretrained` must work after it in either order of
-import. So registration happens when both are there: at once if transformers' Auto classes are loaded already, else by an
-import hook at the end of their loading.
+import. So registration happens when both are there: at once if transformers' Auto modules are loaded already, else by an
+import hook at the end of their loading. AutoConfig has a module of its own, which is often loaded without the models'.
 """
 
 from __future__ import annotations
@@ -10,43 +10,60 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["install", "register"]
-
-AUTO_MODULE = "transformers.models.auto.modeling_auto"
-"""The last of transformers' Auto modules to load: configurations and models are both known after it."""
+__all__ = ["install"]
 
 
-def register() -> None:
-    """Enter our configuration and model into the Auto classes."""
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+def register_config() -> None:
+    """Enter our configuration into AutoConfig."""
+    from transformers import AutoConfig
+
+    from loopformers.model.config import LoopConfig
+
+    AutoConfig.register(LoopConfig.model_type, LoopConfig, exist_ok=True)
+
+
+def register_models() -> None:
+    """Enter our models into the Auto classes for models."""
+    from transformers import AutoModel, AutoModelForCausalLM
 
     from loopformers.model.config import LoopConfig
     from loopformers.model.modeling import LoopedForCausalLM, LoopedModel
 
-    AutoConfig.register(LoopConfig.model_type, LoopConfig, exist_ok=True)
     AutoModel.register(LoopConfig, LoopedModel, exist_ok=True)
     AutoModelForCausalLM.register(LoopConfig, LoopedForCausalLM, exist_ok=True)
 
 
+AUTO_MODULES: dict[str, Callable[[], None]] = {
+    "transformers.models.auto.configuration_auto": register_config,
+    "transformers.models.auto.modeling_auto": register_models,
+}
+"""transformers' Auto modules, in the order in which they load, and what to do once they have."""
+
+
 def install() -> None:
-    """Register now, or when transformers' Auto classes are loaded."""
-    if AUTO_MODULE in sys.modules:
-        register()
-    elif not any(isinstance(finder, _AutoFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AutoFinder())
+    """Register now, or when transformers' Auto modules are loaded."""
+    for module, register in AUTO_MODULES.items():
+        if module in sys.modules:
+            register()
+        elif not any(isinstance(finder, _AutoFinder) and finder.module == module for finder in sys.meta_path):
+            sys.meta_path.insert(0, _AutoFinder(module, register))
 
 
 class _AutoFinder(importlib.abc.MetaPathFinder):
-    """Finds the Auto module as everyone does, and has registration follow its execution."""
+    """Finds an Auto module as everyone does, and has registration follow its execution."""
+
+    def __init__(self, module: str, register: Callable[[], None]) -> None:
+        self.module = module
+        self.register = register
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != AUTO_MODULE:
+        if fullname != self.module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -56,7 +73,7 @@ class _AutoFinder(importlib.abc.MetaPathFinder):
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
-            register()
+            self.register()
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
