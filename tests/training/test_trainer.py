@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from loopformers import LoopConfig, LoopedForCausalLM
 from loopformers.errors import CheckpointError, ConfigError, NonFiniteError
+from loopformers.laws import Curriculum, PoissonLogNormal, ShortTrajectory, UniformRange
 from loopformers.training.callbacks import BudgetValidationCallback
 from loopformers.training.checkpoints import last_complete_checkpoint
 from loopformers.training.lr_schedules import WarmupCosine
@@ -322,3 +323,83 @@ def test_our_trainer_lowers_the_loss_and_saves_a_loadable_model(tmp_path: Path) 
     assert_same_weights(model, loaded)
     state = json.loads((tmp_path / "checkpoint-25" / "trainer_state.json").read_text())
     assert state["global_step"] == 25
+
+
+# -- laws ---------------------------------------------------------------------------------------------------------
+
+
+def drawn_runs(folder: Path, law: Any, preset: str = "flt", **options: Any) -> list[tuple[str, str | None]]:
+    """Train, and return the trajectories that each forward was given."""
+    model = make_model(preset, loop_seed=5)
+    given: list[tuple[str, str | None]] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        short = kwargs.get("short_schedule")
+        given.append((str(kwargs["schedule"]), None if short is None else str(short)))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    arguments = {"gradient_accumulation_steps": 2, "batch_size": 2, **options.pop("arguments", {})}
+    trainer = make_trainer(folder, model, law=law, arguments=arguments, **options)
+    trainer.train(resume_from_checkpoint="auto")
+    return given
+
+
+@pytest.mark.parametrize(
+    ("law", "preset"),
+    [(UniformRange(1, 5), "flt"), (ShortTrajectory(4, "uniform"), "loopformer"), (Curriculum(1, 4, 6), "lt")],
+)
+def test_each_microbatch_runs_the_plan_of_its_seed_step_and_number(law: Any, preset: str, tmp_path: Path) -> None:
+    plans = [law.plan(seed=5, step=step, microbatch=micro) for step in range(6) for micro in range(2)]
+    expected = [(str(plan.long), None if plan.short is None else str(plan.short)) for plan in plans]
+    assert drawn_runs(tmp_path, law, preset) == expected
+    assert len(set(expected)) > 3
+    for step, record in enumerate(records(tmp_path)):
+        deepest = max(plan.long.num_loops for plan in plans[2 * step : 2 * step + 2])
+        assert len(record["residual_norms"]) == deepest
+    config = make_model(preset).config
+    costs = (config.training_flops(batch_size=2, seq_len=SEQ, num_loops=p.long.num_loops, short=p.short) for p in plans)
+    assert records(tmp_path)[-1]["flops"] == pytest.approx(sum(costs), rel=1e-12)
+
+
+def test_a_resumed_run_draws_on_from_where_it_stopped(tmp_path: Path) -> None:
+    law = PoissonLogNormal(3, max_loops=9)
+    whole = drawn_runs(tmp_path / "whole", law)
+    stops = iter([False, False, True])
+    with pytest.raises(KeyboardInterrupt):
+        drawn_runs(tmp_path / "cut", law, stop_requested=lambda: next(stops))
+    assert drawn_runs(tmp_path / "cut", law) == whole[6:]
+    assert records(tmp_path / "cut") == records(tmp_path / "whole")
+
+
+def test_gradients_flow_through_the_last_loops_alone_on_request(tmp_path: Path) -> None:
+    for name, loops in (("all", None), ("three", 3), ("one", 1)):
+        make_trainer(tmp_path / name, make_model("lt-input"), num_grad_loops=loops).train()
+    norms = {name: [r["gradient_norm"] for r in records(tmp_path / name)] for name in ("all", "three", "one")}
+    assert norms["all"] == norms["three"] != norms["one"]
+
+
+def test_every_checkpoint_holds_the_texts_that_belong_to_it(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, arguments={"save_steps": 3}, checkpoint_files={"recipe.yaml": "model: {}\n"})
+    trainer.train()
+    found = {path.parent.name: path.read_text() for path in tmp_path.glob("checkpoint-*/recipe.yaml")}
+    assert found == {"checkpoint-3": "model: {}\n", "checkpoint-6": "model: {}\n"}
+
+
+def test_reporters_get_this_trainers_record(tmp_path: Path) -> None:
+    reported: list[dict[str, float]] = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+            reported.append(dict(logs))
+
+    arguments = {"logging_strategy": "steps", "logging_steps": 2}
+    make_trainer(tmp_path, arguments=arguments, callbacks=[Reporter()]).train()
+    record = records(tmp_path)[1]
+    for name, value in (
+        ("loss", record["loss"]),
+        ("gradient_norm", record["gradient_norm"]),
+        ("loss_parts/cross_entropy", record["loss_parts"]["cross_entropy"]),
+        ("residual_norms/loop_3", record["residual_norms"][2]),
+        ("learning_rates/matrices", record["learning_rates"]["matrices"]),
+    ):
+        assert reported[0][name] == value

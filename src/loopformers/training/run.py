@@ -17,7 +17,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ import datasets
 import numpy as np
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.utils import logging
 
 from loopformers import __version__
@@ -34,7 +35,7 @@ from loopformers.data.corpora import load_splits
 from loopformers.data.packing import PackedTokens, pack_documents
 from loopformers.data.statistics import bytes_per_token, unigram_cross_entropy
 from loopformers.data.tokenizer import bundled_tokenizer
-from loopformers.errors import ConfigError, DataError
+from loopformers.errors import ConfigError, DataError, MissingExtraError, unknown_name
 from loopformers.evaluation.budget import BudgetResult, evaluate_budgets
 from loopformers.laws import Law
 from loopformers.model.config import LoopConfig
@@ -341,7 +342,7 @@ def model_config(recipe: Recipe, tokenizer: Any = None) -> LoopConfig:
 
 
 def _resolved_model(recipe: Recipe, config: LoopConfig) -> ModelRecipe:
-    sizes = {name: getattr(config, name) for name in ("vocab_size", "max_position_embeddings", "loop_seed")}
+    sizes = {name: getattr(config, name) for name in ("vocab_size", "max_position_embeddings")}
     return ModelRecipe(preset=recipe.model.preset, overrides={**sizes, **recipe.model.overrides})
 
 
@@ -352,7 +353,9 @@ def build_model(config: LoopConfig, recipe: Recipe) -> LoopedForCausalLM:
     model.loss_chunk_tokens = recipe.training.loss_chunk_tokens
     model.model.num_kept_loops = recipe.training.kept_loops
     if recipe.training.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # The older of two names, which transformers 6 will drop and 5.0 needs.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model
 
 
@@ -371,6 +374,7 @@ def build_arguments(recipe: Recipe) -> TrainingArguments:
             f"gradient_accumulation={training.gradient_accumulation} microbatches; the nearest that does is "
             f"{max(1, round(training.batch_size / parts)) * parts}"
         )
+    check_reporters(training.report_to)
     on_cpu = not torch.cuda.is_available()
     return training_arguments(
         training.output_dir,
@@ -389,6 +393,18 @@ def build_arguments(recipe: Recipe) -> TrainingArguments:
         logging_steps=training.log_interval,
         **({"ddp_backend": "gloo"} if on_cpu and num_processes > 1 else {}),
     )
+
+
+def check_reporters(names: Sequence[str]) -> None:
+    """Raise ConfigError or MissingExtraError unless transformers knows each name and its package is installed."""
+    known = {*INTEGRATION_TO_CALLBACK, "all"}
+    for name in names:
+        if name not in known:
+            raise ConfigError(unknown_name("training.report_to", name, known))
+        if name != "all" and name not in get_available_reporting_integrations():
+            raise MissingExtraError(
+                f"training.report_to={name!r} needs a package that is not installed; pip install {name}, or leave it out"
+            )
 
 
 def load_tokenizer(data: DataRecipe) -> PreTrainedTokenizerFast:

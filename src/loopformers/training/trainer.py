@@ -410,7 +410,22 @@ class _StepRecord(TrainerCallback):
         # Microbatches may run different numbers of loops: each loop's mean is over those that ran it.
         deepest = max(map(len, self._residual_norms))
         by_loop = [[norms[i] for norms in self._residual_norms if len(norms) > i] for i in range(deepest)]
-        return torch.stack([torch.stack(norms).mean() for norms in by_loop]).tolist()
+        return self._mean_over_ranks(torch.stack([torch.stack(norms).mean() for norms in by_loop])).tolist()
+
+    def _mean_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the mean over ranks of some numbers, (n,); a collective."""
+        gathered: Tensor = self.trainer.accelerator.gather(values[None])
+        return gathered.mean(0)
+
+    def _loss_parts(self) -> dict[str, float]:
+        if not self._parts:
+            return {}
+        names = list(self._parts[0])
+        sums = self._mean_over_ranks(torch.stack([sum(part[name] for part in self._parts) for name in names]))
+        # With a count of targets for the whole step, parts are sums over it and add up; otherwise they are means.
+        by_count = self.trainer.model_accepts_loss_kwargs
+        scale = self.trainer.args.world_size if by_count else 1.0 / len(self._parts)
+        return {name: float(value) * scale for name, value in zip(names, sums, strict=True)}
 
     def scalars(self) -> dict[str, float]:
         """Return the last record as named numbers, for reporters."""
@@ -425,14 +440,10 @@ class _StepRecord(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the record of the update."""
         loss = self.loss
-        num_microbatches = len(self._losses)
-        # With a count of targets for the whole step, parts are sums over it and add up; otherwise they are means.
-        scale = 1.0 if self.trainer.model_accepts_loss_kwargs else 1.0 / num_microbatches
-        names = self._parts[0] if self._parts else ()
         record = {
             "step": state.global_step,
             "loss": loss,
-            "loss_parts": {name: float(sum(part[name] for part in self._parts)) * scale for name in names},
+            "loss_parts": self._loss_parts(),
             "gradient_norm": self.gradient_norm,
             "residual_norms": [_finite_or_none(norm) for norm in self._mean_residual_norms()],
             "learning_rates": self.learning_rates,
