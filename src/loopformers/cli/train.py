@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.console import print_heading, print_json, print_note, print_table, stderr, write
-from loopformers.errors import LoopformersError
+from loopformers.errors import ConfigError, LoopformersError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,6 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
     is_main = int(os.environ.get("RANK", "0")) == 0
     try:
         configs = arguments.config or _config_of_environment()
+        if not configs and not arguments.print_config:
+            raise ConfigError(
+                "no recipe is given; name one with --config: a YAML file, or a shipped one such as quickstart-flt (--list "
+                "shows them)"
+            )
         recipe = recipe_file.resolve(configs, arguments.overrides)
         if arguments.print_config:
             _print_recipe(recipe, as_json=arguments.json)
