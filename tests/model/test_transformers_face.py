@@ -114,14 +114,16 @@ def test_weights_load_in_another_dtype(name, tmp_path):
 # -- Auto classes ----------------------------------------------------------------------------------------------
 
 LOAD = """
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-assert type(model).__name__ == "LoopedForCausalLM", type(model)
+from transformers import AutoConfig
 assert type(AutoConfig.from_pretrained(sys.argv[1])).__name__ == "LoopConfig"
+from transformers import AutoModelForCausalLM
+assert type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__ == "LoopedForCausalLM"
 """
 ORDERS = {
-    "loopformers first": "import loopformers\nassert 'transformers' not in sys.modules\n"
-    "from transformers import AutoConfig, AutoModelForCausalLM",
-    "loopformers last": "from transformers import AutoConfig, AutoModelForCausalLM\nimport loopformers",
+    "loopformers first": "import loopformers\nassert 'transformers' not in sys.modules",
+    "loopformers between": "import transformers\nfrom transformers import AutoConfig\nimport loopformers",
+    "loopformers last": "from transformers import AutoModelForCausalLM\nimport loopformers",
+    "a part of ours first": "from loopformers import LoopConfig",
 }
 
 
