@@ -47,6 +47,7 @@ COMMANDS: Mapping[str, Command] = {
         "loopformers.cli.quickstart", "train three looped systems side by side and report what becomes of them"
     ),
     "train": Command("loopformers.cli.train", "train the model of a recipe, or continue where it was interrupted"),
+    "plan": Command("loopformers.cli.plan", "what a recipe will cost: operations, memory by loops, time"),
     "info": Command("loopformers.cli.info", "parameters, FLOPs and cache bytes of a model, by number of loops"),
     "generate": Command("loopformers.cli.generate", "continue a text at one or several numbers of loops"),
     "convert": Command(
@@ -59,6 +60,7 @@ EPILOG = """\
 examples:
   loopformers quickstart --output-dir runs/quickstart
   loopformers train --config quickstart-flt --model.num_loops 6
+  loopformers plan flt-small --no-time
   loopformers info flt --num-loops 1,4,12
   loopformers generate runs/quickstart/elastic-flt --prompt "It was" --num-loops 1,4,12
 

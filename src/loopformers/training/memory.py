@@ -355,8 +355,10 @@ def optimizer_state_bytes(config: LoopConfig, optimizer: OptimizerSettings) -> i
 
 def matrix_parameters(config: LoopConfig) -> int:
     """Return the parameters of attention and MLP matrices, which Muon updates."""
+    groups = config.parameter_groups()
     layers = config.num_prelude_layers + config.num_hidden_layers + config.num_coda_layers
-    return layers * config._layer_matrix_parameters()
+    norms = 2 * config.hidden_size * layers if config.learned_norms == "all" else 0
+    return groups["prelude"] + groups["core"] + groups["coda"] - norms
 
 
 def plan_memory(
