@@ -84,7 +84,6 @@ def from_official(state_dict: Mapping[str, Tensor], case: Mapping[str, Any]) -> 
     config = official_config(case, weights)
     with torch.device("meta"):
         model = LoopedForCausalLM(config)
-    model.tie_weights()  # older transformers leave a model on the meta device untied
     expected = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=True)}
     if config.tie_word_embeddings:
         weights = _untie_names(weights)

@@ -535,6 +535,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         self.loss_chunk_tokens: int | None = None
         self._draw = (0, 0)
         self.post_init()
+        self.tie_weights()  # older transformers leave a model on the meta device untied
 
     def forward(
         self,
