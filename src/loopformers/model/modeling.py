@@ -297,7 +297,8 @@ class LoopedModel(LoopedPreTrainedModel):
         num_past = 0 if cache is None else cache.get_seq_length()
         valid = self._valid(attention_mask, cache, batch_size, num_past, num_past + num_new)
         if position_ids is None and cache is not None and cache.is_packed and cache.positions is not None:
-            position_ids = cache.positions[:, -1:] + torch.arange(1, num_new + 1, device=x.device)  # the last document goes on
+            # the last document goes on
+            position_ids = cache.positions[:, -1:] + torch.arange(1, num_new + 1, device=x.device)
         positions = self._positions(position_ids, valid, batch_size, num_past, num_new, x.device)
         documents = None if position_ids is None else self._documents(positions, valid, cache)
         if self.config.position_embedding == "learned":
