@@ -188,7 +188,7 @@ def result_table(result: RunResult) -> Table:
         rows=tuple(
             {
                 "num_loops": score["num_loops"],
-                "schedule": score["schedule"],
+                "schedule": "uniform" if len(set(score["schedule"].split(","))) == 1 else score["schedule"],
                 "loss": score["loss"],
                 "perplexity": score["perplexity"],
                 "bits_per_byte": score["bits_per_byte"],

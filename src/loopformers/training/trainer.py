@@ -142,7 +142,9 @@ class LoopTrainer(Trainer):
         self.checkpoint_files = dict(checkpoint_files or {})
         self.metrics = StepLog(Path(args.output_dir) / METRICS_FILE)
         self._interrupted = False
-        self._stop = StopCallback(lambda: self._interrupted or bool(stop_requested and stop_requested()))
+        self._stop = StopCallback(
+            lambda: self._on_any_rank(self._interrupted or bool(stop_requested and stop_requested()))
+        )
         self._draw = LoopDrawCallback()
         self._record = _StepRecord(self, on_progress)
         super().__init__(
@@ -338,15 +340,29 @@ class LoopTrainer(Trainer):
             self._interrupted = True
             signal.signal(signal.SIGINT, previous)
 
+        def request_stop_softly(number: int, frame: FrameType | None) -> None:
+            self._interrupted = True
+
         previous = signal.getsignal(signal.SIGINT)
         if previous is signal.SIG_IGN:  # a worker whose parent decides
             yield
             return
         signal.signal(signal.SIGINT, request_stop)
+        # A launcher answers Ctrl-C with SIGTERM to its processes, and kills after a while those that stay.
+        launched = "LOCAL_RANK" in os.environ
+        terminate = signal.signal(signal.SIGTERM, request_stop_softly) if launched else None
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, previous)
+            if launched:
+                signal.signal(signal.SIGTERM, terminate)
+
+    def _on_any_rank(self, stop: bool) -> bool:
+        """Whether any rank wants to stop: all stop after the same update, whichever got the signal."""
+        if self.args.world_size == 1:
+            return stop
+        return bool(self.accelerator.gather(torch.tensor([stop], device=self.args.device)).any())
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
@@ -421,7 +437,7 @@ class _StepRecord(TrainerCallback):
         if not self._parts:
             return {}
         names = list(self._parts[0])
-        sums = self._mean_over_ranks(torch.stack([sum(part[name] for part in self._parts) for name in names]))
+        sums = self._mean_over_ranks(torch.stack([torch.stack([p[name] for p in self._parts]).sum() for name in names]))
         # With a count of targets for the whole step, parts are sums over it and add up; otherwise they are means.
         by_count = self.trainer.model_accepts_loss_kwargs
         scale = self.trainer.args.world_size if by_count else 1.0 / len(self._parts)
