@@ -14,6 +14,14 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
+# The lowest transformers of the declared range, in an environment that sees all other packages of the first.
+LOWEST := transformers==5.0.0
+LOWEST_TESTS := tests/model tests/parity tests/nn tests/recurrence tests/objectives tests/golden tests/training \
+	tests/end_to_end tests/test_errors.py tests/test_schedule.py tests/test_laws.py
+
+test-lowest: $(VENV)-lowest/.installed
+	$(VENV)-lowest/bin/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow and not distributed' $(LOWEST_TESTS)
+
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -32,6 +40,17 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		{ echo "loopformers needs Python 3.11 or newer, and $(PYTHON) is older; run: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+SHARE := import pathlib, sys, sysconfig; \
+	here = pathlib.Path(sysconfig.get_paths()["purelib"]); \
+	there = pathlib.Path(sys.argv[1]).resolve() / here.relative_to(pathlib.Path(sys.prefix)); \
+	(here / "shared.pth").write_text(f"import site; site.addsitedir({str(there)!r})\n")
+
+$(VENV)-lowest/.installed: $(VENV)/.installed
+	test -x $(VENV)-lowest/bin/python || $(BIN)/python -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/python -c '$(SHARE)' $(VENV)
+	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt '$(LOWEST)'
 	touch $@
 
 clean:
