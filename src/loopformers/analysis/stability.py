@@ -33,6 +33,7 @@ __all__ = [
     "assess_stability",
     "gradient_oscillation",
     "is_collapsed",
+    "judge",
     "residual_growth",
     "verdict",
 ]
@@ -233,20 +234,7 @@ def assess_stability(
     loss = math.nan if last is None else float(last)
     oscillation = gradient_oscillation(gradient_norms, window=window) if len(gradient_norms) else None
     residual = residual_growth(residual_norms) if len(residual_norms) else None
-    found: Verdict
-    if is_collapsed(loss, unigram_cross_entropy, margin=limits.collapse_margin):
-        found = "collapsed"
-        reason = (
-            f"the last loss {loss:.3f} is not {limits.collapse_margin:g} nats below the unigram level "
-            f"{unigram_cross_entropy:.3f}"
-        )
-    elif reason := _explosion(loss, oscillation, residual, limits):
-        found = "exploding"
-    elif reason := _swing(oscillation, limits):
-        found = "oscillating"
-    else:
-        found = "stable"
-        reason = f"the last loss {loss:.3f} is {unigram_cross_entropy - loss:.3f} nats below the unigram level"
+    found, reason = judge(loss, unigram_cross_entropy, oscillation, residual, limits)
     return Stability(
         verdict=found,
         reason=reason,
@@ -255,6 +243,36 @@ def assess_stability(
         oscillation=oscillation,
         residual=residual,
     )
+
+
+def judge(
+    loss: float,
+    unigram_cross_entropy: float | None,
+    oscillation: GradientOscillation | None,
+    residual: ResidualGrowth | None,
+    limits: StabilityThresholds,
+) -> tuple[Verdict, str]:
+    """Return the verdict on measures that are at hand, and its reason. Rules as in `assess_stability`.
+
+    Args:
+        loss: Nats per token.
+        unigram_cross_entropy: Of the same text; None: unknown, and a collapse is not judged.
+        oscillation: Of the gradient norm; None: not judged.
+        residual: Of the residual norms; None: not judged.
+        limits: Where a run stops being stable.
+    """
+    if unigram_cross_entropy is not None and is_collapsed(loss, unigram_cross_entropy, margin=limits.collapse_margin):
+        return "collapsed", (
+            f"the last loss {loss:.3f} is not {limits.collapse_margin:g} nats below the unigram level "
+            f"{unigram_cross_entropy:.3f}"
+        )
+    if reason := _explosion(loss, oscillation, residual, limits):
+        return "exploding", reason
+    if reason := _swing(oscillation, limits):
+        return "oscillating", reason
+    if unigram_cross_entropy is None:
+        return "stable", "neither gradient nor residual norms exceed their thresholds"
+    return "stable", f"the last loss {loss:.3f} is {unigram_cross_entropy - loss:.3f} nats below the unigram level"
 
 
 def verdict(
