@@ -20,6 +20,16 @@ class TrainingProgress:
     """Training objective of the last update, in nats per token."""
     gradient_norm: float
     """Global L2 norm of the gradient of the last update, before clipping."""
+    tokens_per_second: float | None = None
+    """Training tokens, all processes together, over the last updates."""
+    mfu: float | None = None
+    """Operations, every loop and both trajectories, as a share of the measured peak of matrix products."""
+    seconds_left: float | None = None
+    """Until the last update."""
+    verdict: str | None = None
+    """Whether the run is stable so far; None: too early to say."""
+    verdict_reason: str = ""
+    """What that rests on."""
 
 
 ProgressListener = Callable[[TrainingProgress], None]

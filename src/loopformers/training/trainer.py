@@ -6,29 +6,46 @@ import contextlib
 import inspect
 import math
 import os
+import shutil
 import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
+from loopformers.analysis.monitor import LiveVerdict
 from loopformers.errors import CheckpointError, ConfigError, NonFiniteError
 from loopformers.laws import Law, LoopPlan
+from loopformers.model.modeling import LoopedForCausalLM
 from loopformers.objectives.contract import IGNORE
 from loopformers.training.callbacks import LoopDrawCallback, StopCallback
-from loopformers.training.checkpoints import check_complete, last_complete_checkpoint, mark_complete
+from loopformers.training.checkpoints import (
+    ASIDE,
+    check_complete,
+    check_writable,
+    is_write_failure,
+    keep_newest,
+    last_complete_checkpoint,
+    mark_complete,
+    publish,
+)
+from loopformers.training.engine import EngineSettings
 from loopformers.training.lr_schedules import ConstantThenLinear, LearningRateSchedule
 from loopformers.training.optimizers import MuonAdamW, OptimizerSettings
-from loopformers.training.progress import ProgressListener, TrainingProgress
+from loopformers.training.progress import ProgressListener
+from loopformers.training.speed import SPEED_FILE, Speed
 from loopformers.training.step_log import METRICS_FILE, StepLog
+from loopformers.training.step_record import StepRecord
+from loopformers.training.step_tally import StepNumbers, local_part
 
 __all__ = ["LoopTrainer", "training_arguments"]
 
@@ -85,11 +102,11 @@ class LoopTrainer(Trainer):
 
     On top of `transformers.Trainer`:
 
-    - each update appends a record to `metrics.jsonl`: `step` (updates done), `loss`, `loss_parts`, `gradient_norm`
-      (global L2, before clipping), `residual_norms` (by loop, mean over the step's microbatches), `learning_rates` (by
-      group, of this update), `tokens_seen` and `flops` (forward and backward, every loop and both trajectories), both
-      from the start of the run and over all ranks;
-    - a loss or gradient that is not finite raises NonFiniteError before the update: the weights stay as they were;
+    - each update appends a record to `metrics.jsonl`, whose fields `step_record` lists: objective, gradient norms before
+      clipping (global, by layer, by loop), residual norms, state cosines, a verdict on stability; one host sync reads all;
+    - each update appends its time to `speed.jsonl`: tokens per second and the share of the machine's peak;
+    - a loss or gradient that is not finite raises NonFiniteError before the update, on every rank: the weights stay as they
+      were. With `engine.skip_non_finite` the update is left out and counted instead;
     - Ctrl-C ends after the running update, saves a checkpoint and raises KeyboardInterrupt; a second one ends at once;
     - a resumed run continues from the last *complete* checkpoint and repeats no record.
 
@@ -101,7 +118,10 @@ class LoopTrainer(Trainer):
         lr_schedule: Multiplier of each group's rate.
         law: Draws what each microbatch runs, from (seed, step, microbatch) with the configuration's `loop_seed`; the model
             is then given its trajectories and draws nothing. None: the model draws from its own law.
-        num_grad_loops: Last loops that gradients flow through; None: all.
+        num_grad_loops: Last loops that gradients flow through; None: what `engine` says.
+        engine: What a step costs, and what happens when one fails.
+        unigram_loss: Cross entropy of token frequencies alone, nats per token: a run that stays there has collapsed. None:
+            unknown, and the verdict does without.
         checkpoint_files: Texts by file name that every checkpoint holds beside the model, such as the recipe.
         on_progress: Called after each update on the main process.
         stop_requested: Asked after each update; True acts as Ctrl-C does, for workers that share a terminal.
@@ -125,6 +145,8 @@ class LoopTrainer(Trainer):
         lr_schedule: LearningRateSchedule | None = None,
         law: Law | None = None,
         num_grad_loops: int | None = None,
+        engine: EngineSettings | None = None,
+        unigram_loss: float | None = None,
         checkpoint_files: Mapping[str, str] | None = None,
         on_progress: ProgressListener | None = None,
         stop_requested: Callable[[], bool] | None = None,
@@ -138,15 +160,21 @@ class LoopTrainer(Trainer):
         self.optimizer_settings = optimizer_settings or MuonAdamW()
         self.lr_schedule = lr_schedule or ConstantThenLinear()
         self.law = law
-        self.num_grad_loops = num_grad_loops
+        self.engine = engine or EngineSettings()
+        self.num_grad_loops = self.engine.num_grad_loops if num_grad_loops is None else num_grad_loops
         self.checkpoint_files = dict(checkpoint_files or {})
         self.metrics = StepLog(Path(args.output_dir) / METRICS_FILE)
+        self.speeds = StepLog(Path(args.output_dir) / SPEED_FILE)
         self._interrupted = False
         self._stop = StopCallback(
             lambda: self._on_any_rank(self._interrupted or bool(stop_requested and stop_requested()))
         )
         self._draw = LoopDrawCallback()
-        self._record = _StepRecord(self, on_progress)
+        self._record = StepRecord(self, on_progress, unigram_loss=unigram_loss)
+        self._losses: list[Tensor] = []
+        self._writes_aside = False
+        if isinstance(model, LoopedForCausalLM):
+            self.engine.apply(model)
         super().__init__(
             model=model,
             args=args,
@@ -156,7 +184,9 @@ class LoopTrainer(Trainer):
             **kwargs,
         )
         self.remove_callback(PrinterCallback)
-        self._reports_residual_norms = "output_residual_norms" in inspect.signature(model.forward).parameters
+        self._watches_loops = (
+            self.engine.diagnostics and "output_loop_diagnostics" in inspect.signature(model.forward).parameters
+        )
 
     # -- optimisation ------------------------------------------------------------------------------------------
 
@@ -180,6 +210,8 @@ class LoopTrainer(Trainer):
         The first label of a window is no target. Older versions of transformers count it, which scales the loss by
         (seq - 1) / seq.
         """
+        self._losses.clear()
+        self._record.begin()
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if num_items is None or self.args.n_gpu > 1 or not all("labels" in sample for sample in samples):
             return samples, num_items
@@ -195,9 +227,9 @@ class LoopTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Compute the objective, and keep its parts and the residual norms."""
-        if model.training and self._reports_residual_norms:
-            inputs = {**inputs, "output_residual_norms": True}
+        """Compute the objective, and keep its parts and what its loops did."""
+        if model.training and self._watches_loops:
+            inputs = {**inputs, "output_loop_diagnostics": True}
         if model.training and self.law is not None:
             plan = self._plan()
             inputs = {**inputs, "schedule": plan.long}
@@ -207,7 +239,7 @@ class LoopTrainer(Trainer):
             inputs = {**inputs, "num_grad_loops": self.num_grad_loops}
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training:
-            self._record.add_outputs(outputs)
+            self._record.tally.add_outputs(outputs)
         return (loss, outputs) if return_outputs else loss
 
     def training_step(
@@ -219,39 +251,63 @@ class LoopTrainer(Trainer):
             NonFiniteError: The loss or the gradient is not finite.
         """
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        self._losses.append(loss)
         self._record.add_microbatch(loss, inputs["input_ids"].shape)
         if self.accelerator.sync_gradients:
-            self._record.gradient_norm = self._checked_gradient_norm(model)
+            self._check_finite(model, self._record.read(model))
+            self._losses.clear()
             self._record.learning_rates = {
                 str(group.get("name", index)): float(group["lr"])
                 for index, group in enumerate(self.optimizer.param_groups)
             }
         return loss
 
-    def _checked_gradient_norm(self, model: nn.Module) -> float:
-        """Return the global gradient norm before clipping, or raise NonFiniteError with the weights untouched."""
-        loss = self._record.loss
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm_value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        scaler = getattr(self.accelerator, "scaler", None)
-        if scaler is not None:  # float16: gradients are scaled, and the scaler skips updates that overflow
-            return norm_value / float(scaler.get_scale())
-        if math.isfinite(loss) and math.isfinite(norm_value):
-            return norm_value
-        named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+    def _check_finite(self, model: nn.Module, numbers: StepNumbers) -> None:
+        """Raise NonFiniteError, or leave the update out, when a number is not finite. All ranks have the same numbers."""
+        if math.isfinite(numbers.loss) and math.isfinite(numbers.gradient_norm):
+            return
+        if getattr(self.accelerator, "scaler", None) is not None:
+            return  # float16: the scaler skips updates that overflow
+        step = self.state.global_step
+        if self.engine.skip_non_finite:
+            self._record.skipped_steps += 1
+            for p in model.parameters():
+                p.grad = None  # optimisers leave such parameters, and what they know of them, alone
+            return
+        # A loss tells which rank it began on; a gradient has been reduced already, and is the same everywhere.
+        own = float(torch.stack(self._losses).sum())
+        losses = [own] if self.args.world_size == 1 else gather_object([own])
+        ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        on = f" on rank {', '.join(map(str, ranks))}" if ranks and self.args.world_size > 1 else ""
+        named = [(n, local_part(p.grad)) for n, p in model.named_parameters() if p.grad is not None]
         bad = [n for n, gradient in named if not bool(torch.isfinite(gradient).all())]
         where = (
             f"the first of {len(bad)} parameters with such a gradient is {bad[0]!r}"
             if bad
             else "no gradient is affected"
         )
-        step = self.state.global_step
         model.zero_grad()
         raise NonFiniteError(
-            f"step {step + 1}: loss={loss:.6g}, gradient norm={norm_value:.6g}; {where}. The update was not made: the "
-            f"weights are those after step {step}. Lower the learning rate, or look at metrics.jsonl for where it began"
+            f"step {step + 1}: loss={numbers.loss:.6g}{on}, gradient norm={numbers.gradient_norm:.6g}; {where}. The update was "
+            f"not made: the weights are those after step {step}. Lower the learning rate, or look at metrics.jsonl for where it "
+            "began"
         )
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip by the norm that is known already: it is global, of reduced gradients, and needs no second pass."""
+        numbers = self._record.numbers
+        if numbers is None or getattr(self.accelerator, "scaler", None) is not None:
+            return super()._clip_grad_norm(model)
+        if numbers.gradient_norm > self.args.max_grad_norm:
+            gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, self.args.max_grad_norm / (numbers.gradient_norm + 1e-6))
+        return numbers.gradient_norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None and self._record.numbers is not None:
+            return self._record.numbers.gradient_norm
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """Operations of one microbatch, forward and backward: every loop and both trajectories of the objective."""
@@ -276,6 +332,27 @@ class LoopTrainer(Trainer):
         """Report what transformers would, with this trainer's record of the last update instead of its own figures."""
         super().log({**logs, **self._record.scalars()}, *args, **kwargs)
 
+    def write_record(self, record: Mapping[str, Any], speed: Speed) -> None:
+        """Append an update's record and time to the run's logs."""
+        try:
+            self._append(record, speed)
+        except OSError as error:
+            raise CheckpointError(
+                f"the record of step {record['step']} could not be written to {self.args.output_dir!r} "
+                f"({error.strerror or error}); {self._what_remains()}"
+            ) from error
+
+    def _append(self, record: Mapping[str, Any], speed: Speed) -> None:
+        self.metrics.append(record)
+        times = {"seconds": speed.seconds, "tokens_per_second": speed.tokens_per_second, "mfu": speed.mfu}
+        self.speeds.append({"step": record["step"], **times})
+
+    @property
+    def stability(self) -> LiveVerdict | None:
+        """The verdict on the run so far, on the main process; None before training, and where loops are not watched."""
+        monitor = self._record.monitor
+        return None if monitor is None else monitor.live
+
     # -- stopping and resuming ---------------------------------------------------------------------------------
 
     def train(
@@ -289,15 +366,18 @@ class LoopTrainer(Trainer):
             kwargs: Passed to `transformers.Trainer.train`.
 
         Raises:
-            CheckpointError: Nothing complete to continue from.
-            ConfigError: A fresh start in a folder that holds a run.
+            CheckpointError: Nothing complete to continue from, or a checkpoint could not be written.
+            ConfigError: A fresh start in a folder that holds a run, or a folder that cannot be written.
             NonFiniteError: Training diverged.
             KeyboardInterrupt: Ctrl-C or `stop_requested`, after a checkpoint was saved.
         """
         checkpoint = self._resolve(resume_from_checkpoint)
         done = 0 if checkpoint is None else check_complete(checkpoint)
         if self.is_world_process_zero():
+            check_writable(self.args.output_dir)
+            shutil.rmtree(Path(self.args.output_dir) / ASIDE, ignore_errors=True)
             self._record.continue_from(self.metrics.truncate(done))
+            self.speeds.truncate(done)
         if checkpoint is not None and done >= self.args.max_steps > 0:
             # transformers would make one more update before it notices that the run is over.
             self._load_from_checkpoint(str(checkpoint))
@@ -364,121 +444,56 @@ class LoopTrainer(Trainer):
             return stop
         return bool(self.accelerator.gather(torch.tensor([stop], device=self.args.device)).any())
 
+    def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
+        folder: str = super()._get_output_dir(*args, **kwargs)
+        return os.path.join(folder, ASIDE) if self._writes_aside else folder
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with warnings.catch_warnings():
-            # Two checkpoints within a second make some versions doubt the file system, and order them by step: rightly.
-            warnings.filterwarnings("ignore", message="mtime may not be reliable")
-            super()._save_checkpoint(*args, **kwargs)
-        self.accelerator.wait_for_everyone()
+        """Write a checkpoint aside, and put it into its place once every rank's part of it is written.
+
+        Raises:
+            CheckpointError: A file could not be written, on any rank.
+        """
+        name = f"checkpoint-{self.state.global_step}"
+        folder = Path(self.args.output_dir)
+        failure: Exception | None = None
+        with self._aside():
+            try:
+                super()._save_checkpoint(*args, **kwargs)
+                if self.args.should_save:
+                    for file, text in self.checkpoint_files.items():
+                        (folder / ASIDE / name / file).write_text(text, encoding="utf-8")
+                    mark_complete(folder / ASIDE / name, self.state.global_step)
+            except Exception as error:
+                if not is_write_failure(error):
+                    raise
+                failure = error
+        if self._on_any_rank(failure is not None):
+            self._refuse_checkpoint(failure)
         if self.args.should_save:
-            step = self.state.global_step
-            checkpoint = Path(self.args.output_dir) / f"checkpoint-{step}"
-            for name, text in self.checkpoint_files.items():
-                (checkpoint / name).write_text(text, encoding="utf-8")
-            mark_complete(checkpoint, step)
+            publish(folder / ASIDE / name, folder / name)
+            keep_newest(folder, self.args.save_total_limit)
+        self.accelerator.wait_for_everyone()
 
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        self._writes_aside = True
+        try:
+            with warnings.catch_warnings():
+                # Two checkpoints within a second make some versions doubt the file system: theirs are ordered by step.
+                warnings.filterwarnings("ignore", message="mtime may not be reliable")
+                yield
+        finally:
+            self._writes_aside = False
 
-class _StepRecord(TrainerCallback):
-    """Collects what one update did and writes it when the update is made."""
+    def _refuse_checkpoint(self, failure: Exception | None) -> NoReturn:
+        shutil.rmtree(Path(self.args.output_dir) / ASIDE, ignore_errors=True)
+        raise CheckpointError(
+            f"the checkpoint of step {self.state.global_step} could not be written to {self.args.output_dir!r} "
+            f"({failure or 'on another rank'}); {self._what_remains()}"
+        ) from failure
 
-    def __init__(self, trainer: LoopTrainer, on_progress: ProgressListener | None) -> None:
-        self.trainer = trainer
-        self.on_progress = on_progress
-        self.tokens_seen: int = 0
-        self.flops: float = 0.0
-        self.gradient_norm: float = math.nan
-        self.learning_rates: dict[str, float] = {}
-        self.last: dict[str, Any] = {}
-        self._clear()
-
-    def _clear(self) -> None:
-        self._losses: list[Tensor] = []
-        self._parts: list[Mapping[str, Tensor]] = []
-        self._residual_norms: list[Tensor] = []
-
-    def continue_from(self, records: list[dict[str, Any]]) -> None:
-        """Take over the totals of the last record."""
-        last = records[-1] if records else {"tokens_seen": 0, "flops": 0.0}
-        self.tokens_seen, self.flops = int(last["tokens_seen"]), float(last["flops"])
-
-    def add_outputs(self, outputs: Any) -> None:
-        """Keep what the forward reports; detached, read once the update is made."""
-        if getattr(outputs, "loss_parts", None) is not None:
-            self._parts.append(outputs.loss_parts)
-        if getattr(outputs, "residual_norms", None) is not None:
-            self._residual_norms.append(outputs.residual_norms)
-
-    def add_microbatch(self, loss: Tensor, shape: torch.Size) -> None:
-        """Count one microbatch of all ranks."""
-        self._losses.append(loss)
-        ranks = self.trainer.args.world_size
-        self.tokens_seen += shape.numel() * ranks
-        self.flops += self.trainer._flops(shape) * ranks
-
-    @property
-    def loss(self) -> float:
-        """Objective of the update: the trainer scales each microbatch so that they add up."""
-        return float(self.trainer.accelerator.gather(torch.stack(self._losses).sum()).mean())
-
-    def _mean_residual_norms(self) -> list[float]:
-        if not self._residual_norms:
-            return []
-        # Microbatches may run different numbers of loops: each loop's mean is over those that ran it.
-        deepest = max(map(len, self._residual_norms))
-        by_loop = [[norms[i] for norms in self._residual_norms if len(norms) > i] for i in range(deepest)]
-        return self._mean_over_ranks(torch.stack([torch.stack(norms).mean() for norms in by_loop])).tolist()
-
-    def _mean_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the mean over ranks of some numbers, (n,); a collective."""
-        gathered: Tensor = self.trainer.accelerator.gather(values[None])
-        return gathered.mean(0)
-
-    def _loss_parts(self) -> dict[str, float]:
-        if not self._parts:
-            return {}
-        names = list(self._parts[0])
-        sums = self._mean_over_ranks(torch.stack([torch.stack([p[name] for p in self._parts]).sum() for name in names]))
-        # With a count of targets for the whole step, parts are sums over it and add up; otherwise they are means.
-        by_count = self.trainer.model_accepts_loss_kwargs
-        scale = self.trainer.args.world_size if by_count else 1.0 / len(self._parts)
-        return {name: float(value) * scale for name, value in zip(names, sums, strict=True)}
-
-    def scalars(self) -> dict[str, float]:
-        """Return the last record as named numbers, for reporters."""
-        if not self.last:
-            return {}
-        found = {name: self.last[name] for name in ("loss", "gradient_norm", "tokens_seen", "flops")}
-        for group in ("loss_parts", "learning_rates"):
-            found |= {f"{group}/{name}": value for name, value in self.last[group].items()}
-        norms = enumerate(self.last["residual_norms"], start=1)
-        return found | {f"residual_norms/loop_{loop}": norm for loop, norm in norms if norm is not None}
-
-    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the record of the update."""
-        loss = self.loss
-        record = {
-            "step": state.global_step,
-            "loss": loss,
-            "loss_parts": self._loss_parts(),
-            "gradient_norm": self.gradient_norm,
-            "residual_norms": [_finite_or_none(norm) for norm in self._mean_residual_norms()],
-            "learning_rates": self.learning_rates,
-            "tokens_seen": self.tokens_seen,
-            "flops": self.flops,
-        }
-        self._clear()
-        self.last = record
-        if not state.is_world_process_zero:
-            return
-        self.trainer.metrics.append(record)
-        if self.on_progress is not None:
-            self.on_progress(
-                TrainingProgress(
-                    step=state.global_step, num_steps=state.max_steps, loss=loss, gradient_norm=self.gradient_norm
-                )
-            )
-
-
-def _finite_or_none(value: float) -> float | None:
-    """JSON has no infinity; a residual stream may explode while the normed state and the loss stay finite."""
-    return value if math.isfinite(value) else None
+    def _what_remains(self) -> str:
+        last = last_complete_checkpoint(self.args.output_dir)
+        rest = "no earlier one exists" if last is None else f"{last.name} is whole: free space and resume from it"
+        return f"training stopped, and {rest}"
