@@ -93,7 +93,10 @@ def training_arguments(
         "dataloader_pin_memory": torch.cuda.is_available(),
         "use_cpu": not torch.cuda.is_available(),
         "remove_unused_columns": False,
+        "ddp_find_unused_parameters": False,
     }
+    if defaults["use_cpu"] and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        defaults["ddp_backend"] = "gloo"
     return TrainingArguments(output_dir=os.fspath(output_dir), **{**defaults, **overrides})
 
 
@@ -129,7 +132,7 @@ class LoopTrainer(Trainer):
         kwargs: Passed to `transformers.Trainer`.
 
     Raises:
-        ConfigError: `save_total_limit` is 1.
+        ConfigError: `save_total_limit` is 1, or the output folder cannot be written.
     """
 
     optimizer: Any
@@ -157,6 +160,8 @@ class LoopTrainer(Trainer):
             raise ConfigError(
                 "save_total_limit=1 leaves no complete checkpoint while the next one is being written; use 2 or more"
             )
+        if args.process_index == 0:
+            check_writable(args.output_dir)
         self.optimizer_settings = optimizer_settings or MuonAdamW()
         self.lr_schedule = lr_schedule or ConstantThenLinear()
         self.law = law
@@ -367,14 +372,13 @@ class LoopTrainer(Trainer):
 
         Raises:
             CheckpointError: Nothing complete to continue from, or a checkpoint could not be written.
-            ConfigError: A fresh start in a folder that holds a run, or a folder that cannot be written.
+            ConfigError: A fresh start in a folder that holds a run.
             NonFiniteError: Training diverged.
             KeyboardInterrupt: Ctrl-C or `stop_requested`, after a checkpoint was saved.
         """
         checkpoint = self._resolve(resume_from_checkpoint)
         done = 0 if checkpoint is None else check_complete(checkpoint)
         if self.is_world_process_zero():
-            check_writable(self.args.output_dir)
             shutil.rmtree(Path(self.args.output_dir) / ASIDE, ignore_errors=True)
             self._record.continue_from(self.metrics.truncate(done))
             self.speeds.truncate(done)
