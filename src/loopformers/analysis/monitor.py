@@ -152,7 +152,8 @@ class StabilityMonitor:
         if self._references:
             before = np.median(_as_array(self._references, depth), axis=0)
             after = np.median(_as_array(self._residuals, depth), axis=0)
-            over_training = float(np.max(after / np.maximum(before, np.finfo(np.float64).tiny)))
+            with np.errstate(invalid="ignore"):  # infinity over infinity; such norms are counted by themselves
+                over_training = float(np.max(after / np.maximum(before, np.finfo(np.float64).tiny)))
         return ResidualGrowth(
             per_loop=per_loop,
             over_training=over_training,
@@ -164,11 +165,11 @@ class StabilityMonitor:
         loss, unigram = self.loss(), self.unigram_cross_entropy
         found, reason = judge(loss, unigram, self.oscillation(), self._growth(), self.limits)
         verdict: Verdict | None = found
-        if found == "collapsed" and not self.has_learned and 2 * step < self.num_steps:
+        if len(self._norms) < min(self.window, self.num_steps) and found != "exploding":
+            verdict, reason = None, f"{len(self._norms)} of the {self.window} updates that a verdict needs"
+        elif found == "collapsed" and not self.has_learned and 2 * step < self.num_steps:
             verdict = None
             reason = f"the loss {loss:.3f} is still at the unigram level {unigram:.3f}: too early to call it collapsed"
-        elif len(self._norms) < min(self.window, self.num_steps) and found != "exploding":
-            verdict, reason = None, f"{len(self._norms)} of the {self.window} updates that a verdict needs"
         if unigram is not None and loss <= unigram - self.limits.collapse_margin:
             self.has_learned = True
         since = self.live.since_step if verdict == self.live.verdict and self.live.since_step else step
