@@ -12,7 +12,8 @@ def last_loop(run: TrajectoryRunner, targets: Targets, plan: LoopPlan, weights: 
     """Cross entropy of the last loop (END)."""
     long = run(plan.long)[-1]
     loss = targets.cross_entropy(long)
-    return ObjectiveOutput(loss, long, {"cross_entropy": loss.detach()})
+    # A copy: trainers scale a loss in place.
+    return ObjectiveOutput(loss, long, {"cross_entropy": loss.detach().clone()})
 
 
 def every_loop(run: TrajectoryRunner, targets: Targets, plan: LoopPlan, weights: ObjectiveWeights) -> ObjectiveOutput:

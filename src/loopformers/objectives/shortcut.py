@@ -26,7 +26,7 @@ def shortcut_consistency(
     """
     long = run(plan.long)[-1]
     loss = targets.cross_entropy(long)
-    parts = {"cross_entropy": loss.detach()}
+    parts = {"cross_entropy": loss.detach().clone()}  # a copy: trainers scale a loss in place
     if plan.short is None:
         return ObjectiveOutput(loss, long, parts)
     short = run(plan.short)[-1]

@@ -32,6 +32,10 @@ class EngineSettings:
     """Last loops that gradients flow through; None: all."""
     compile_layers: bool = False
     """Whether each layer is compiled, with the loop outside: no number of loops makes it compile again."""
+    shard: bool = False
+    """Whether parameters, gradients and optimiser states are divided over processes (FSDP2) instead of copied (DDP)."""
+    reshard_after_forward: bool = True
+    """Whether a divided layer lets its parameters go after each call; False gathers them once a forward pass."""
     skip_non_finite: bool = False
     """Whether an update whose loss or gradient is not finite is left out and counted, instead of ending the run."""
     diagnostics: bool = True
@@ -49,7 +53,7 @@ class EngineSettings:
             )
 
     def apply(self, model: LoopedForCausalLM) -> None:
-        """Set a model up for training; call it before the model is wrapped or sharded."""
+        """Set a model up for training, on every process, before its optimiser is built."""
         if self.loss_chunk_tokens is not None:
             model.loss_chunk_tokens = self.loss_chunk_tokens
         if self.num_kept_loops is not None:
@@ -62,3 +66,7 @@ class EngineSettings:
             from loopformers.training.compile import compile_layers
 
             compile_layers(model)
+        if self.shard:
+            from loopformers.training.sharding import shard_model
+
+            shard_model(model, reshard_after_forward=self.reshard_after_forward)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 __all__ = ["Muon", "orthogonalise"]
 
@@ -55,13 +56,16 @@ def orthogonalise(
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon`; parameters on a CPU are orthogonalised in float32, all others by torch itself.
 
-    Groups may hold CPU parameters or accelerator parameters, not both. Arguments as `torch.optim.Muon`.
+    Parameters that are divided over ranks are gathered for it. Groups may hold CPU parameters or accelerator parameters, not
+    both. Arguments as `torch.optim.Muon`.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Perform one update."""
-        if not all(p.device.type == "cpu" for group in self.param_groups for p in group["params"]):
+        if not all(
+            p.device.type == "cpu" or isinstance(p, DTensor) for group in self.param_groups for p in group["params"]
+        ):
             loss: float | None = super().step(closure)
             return loss
         loss = None
@@ -82,9 +86,17 @@ class Muon(torch.optim.Muon):
         momentum: float = group["momentum"]
         buffer = state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
         direction = p.grad.lerp(buffer, momentum) if group["nesterov"] else buffer  # type: ignore[union-attr]
+        # Rows and columns of the whole matrix are made orthogonal: a rank that holds a part of it gathers the rest.
+        whole = direction.full_tensor() if isinstance(direction, DTensor) else direction
         update = orthogonalise(
-            direction, coefficients=group["ns_coefficients"], num_steps=group["ns_steps"], eps=group["eps"]
+            whole,
+            coefficients=group["ns_coefficients"],
+            num_steps=group["ns_steps"],
+            eps=group["eps"],
+            dtype=torch.float32 if p.device.type == "cpu" else torch.bfloat16,
         )
+        if isinstance(p, DTensor):  # each rank has made the whole update, and keeps its part
+            update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
         rows, cols = p.shape
         scale = (
             0.2 * math.sqrt(max(rows, cols))

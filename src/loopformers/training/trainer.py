@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import os
@@ -19,6 +20,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME as SCHEDULER_FILE
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
@@ -42,6 +44,7 @@ from loopformers.training.engine import EngineSettings
 from loopformers.training.lr_schedules import ConstantThenLinear, LearningRateSchedule
 from loopformers.training.optimizers import MuonAdamW, OptimizerSettings
 from loopformers.training.progress import ProgressListener
+from loopformers.training.sharding import SHARDED, gather_weights, is_sharded, load_sharded, save_sharded
 from loopformers.training.speed import SPEED_FILE, Speed
 from loopformers.training.step_log import METRICS_FILE, StepLog
 from loopformers.training.step_record import StepRecord
@@ -189,6 +192,8 @@ class LoopTrainer(Trainer):
             **kwargs,
         )
         self.remove_callback(PrinterCallback)
+        if is_sharded(model):  # what is divided over ranks must not be wrapped for copies
+            self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self._watches_loops = (
             self.engine.diagnostics and "output_loop_diagnostics" in inspect.signature(model.forward).parameters
         )
@@ -242,7 +247,12 @@ class LoopTrainer(Trainer):
                 inputs["short_schedule"] = plan.short
         if model.training and self.num_grad_loops is not None:
             inputs = {**inputs, "num_grad_loops": self.num_grad_loops}
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        with warnings.catch_warnings() if is_sharded(model) else contextlib.nullcontext():
+            if is_sharded(model):  # logits are a view, of which nobody here changes anything
+                warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+            loss, outputs = super().compute_loss(
+                model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+            )
         if model.training:
             self._record.tally.add_outputs(outputs)
         return (loss, outputs) if return_outputs else loss
@@ -255,6 +265,8 @@ class LoopTrainer(Trainer):
         Raises:
             NonFiniteError: The loss or the gradient is not finite.
         """
+        if is_sharded(model):
+            model.set_requires_gradient_sync(self.accelerator.sync_gradients)  # type: ignore[operator]
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self._losses.append(loss)
         self._record.add_microbatch(loss, inputs["input_ids"].shape)
@@ -447,6 +459,58 @@ class LoopTrainer(Trainer):
         if self.args.world_size == 1:
             return stop
         return bool(self.accelerator.gather(torch.tensor([stop], device=self.args.device)).any())
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model for `from_pretrained`; call it on every rank. A checkpoint of a sharded model holds shards instead."""
+        if not is_sharded(self.model):
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = output_dir or self.args.output_dir
+        if _internal_call:
+            if self.args.should_save:
+                os.makedirs(folder, exist_ok=True)
+                self.model.config.save_pretrained(folder)
+                if self.processing_class is not None:
+                    self.processing_class.save_pretrained(folder)
+            return
+        weights = gather_weights(self.model)
+        if self.args.should_save:
+            self._save(folder, state_dict=weights)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_sharded(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save_sharded(os.path.join(output_dir, SHARDED), self.model, self._plain_optimizer())
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        shards = Path(resume_from_checkpoint) / SHARDED
+        if shards.is_dir():
+            load_sharded(shards, self.model)
+        elif is_sharded(self.model):
+            raise CheckpointError(
+                f"{resume_from_checkpoint!r} was written by a run without shards, and a run with shards cannot continue it; "
+                "resume with shard=False"
+            )
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / SHARDED).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load_sharded(Path(checkpoint) / SHARDED, self.model, self._plain_optimizer())
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_FILE), weights_only=True))
+
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = getattr(
+            self.optimizer, "optimizer", self.optimizer
+        )  # out of accelerate's wrapper
+        return optimizer
 
     def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
         folder: str = super()._get_output_dir(*args, **kwargs)
