@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.console import print_heading, print_json, print_note, print_table, stderr, write
@@ -114,7 +113,7 @@ def _train(recipe: Recipe, *, as_json: bool) -> int:
         print_note("This run is complete; these are its results.")
         result = finished
     else:
-        with TrainingBar(stderr(), prepared.recipe.training.steps, prepared.tokens_per_step) as bar:
+        with TrainingBar(stderr(), prepared.recipe.training.steps) as bar:
             try:
                 result = prepared.train(on_progress=bar.on_progress, on_validation=bar.on_validation)
             except KeyboardInterrupt as stop:
@@ -252,21 +251,20 @@ def _print_recipe(recipe: Recipe, *, as_json: bool) -> None:
 
 
 class TrainingBar:
-    """A bar on a terminal, with loss, gradient norm, tokens per second, time left and the verdict so far; elsewhere a line
-    for each tenth of the run.
+    """A bar on a terminal: loss, gradient norm, tokens per second, share of the peak, time left and the verdict so
+    far; elsewhere a line for each tenth of the run.
 
     Args:
         console: Where to draw.
         num_steps: Updates of the run.
-        tokens_per_step: Over all processes.
     """
 
-    def __init__(self, console: Console, num_steps: int, tokens_per_step: int) -> None:
+    def __init__(self, console: Console, num_steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self.console, self.num_steps, self.tokens_per_step = console, num_steps, tokens_per_step
+        self.console, self.num_steps = console, num_steps
         self.verdict = ""
-        self.first: tuple[int, float] | None = None
+        self.started = False
         self.progress: Progress = Progress(
             TextColumn("training", markup=False),
             BarColumn(),
@@ -291,16 +289,17 @@ class TrainingBar:
 
     def on_progress(self, progress: TrainingProgress) -> None:
         """Show an update."""
-        now = time.monotonic()
-        if self.first is None:
-            self.first = (progress.step, now)
-        steps, seconds = progress.step - self.first[0], now - self.first[1]
-        speed = f"{steps * self.tokens_per_step / seconds:,.0f} tokens/s" if seconds > 0 and steps else ""
-        parts = [f"loss {progress.loss:.3f}", f"gradient norm {progress.gradient_norm:.3f}", speed, self.verdict]
+        first, self.started = not self.started, True
+        if progress.verdict != self.verdict and progress.verdict is not None:
+            self.verdict = progress.verdict
+            self._say(f"step {progress.step}/{self.num_steps}   {self.verdict}: {progress.verdict_reason}")
+        speed = f"{progress.tokens_per_second:,.0f} tokens/s" if progress.tokens_per_second else ""
+        share = f"{progress.mfu:.1%} of peak" if progress.mfu else ""
+        parts = [f"loss {progress.loss:.3f}", f"gradient norm {progress.gradient_norm:.3f}", speed, share, self.verdict]
         status = "   ".join(part for part in parts if part)
         self.progress.update(self.task, completed=progress.step, status=status)
         if not self.console.is_terminal and (
-            progress.step % max(1, self.num_steps // 10) == 0 or steps == 0 or progress.step == self.num_steps
+            progress.step % max(1, self.num_steps // 10) == 0 or first or progress.step == self.num_steps
         ):
             self._say(f"step {progress.step}/{self.num_steps}   {status}")
 
@@ -308,8 +307,8 @@ class TrainingBar:
         """Show an evaluation."""
         # Every run starts at the unigram level: before the end that is no collapse yet.
         early = stability.verdict == "collapsed" and step < self.num_steps
-        self.verdict = "not below unigram level" if early else stability.verdict
-        self._say(f"step {step}/{self.num_steps}   validation loss {score.loss:.4f}   {self.verdict}")
+        found = "not below unigram level" if early else stability.verdict
+        self._say(f"step {step}/{self.num_steps}   validation loss {score.loss:.4f}   {found}")
 
     def _say(self, text: str) -> None:
         self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)

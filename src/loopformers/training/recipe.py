@@ -140,6 +140,12 @@ class TrainingRecipe:
     """Tokens whose logits are in memory at a time; null: all of a microbatch. Changes memory and time, no number."""
     num_grad_loops: int | None = None
     """Last loops that gradients flow through; null: all."""
+    compile_layers: bool = False
+    """Whether each layer is compiled, with the loop outside."""
+    shard: bool = False
+    """Whether weights, gradients and optimiser states are divided over processes (FSDP2) instead of copied (DDP)."""
+    skip_non_finite: bool = False
+    """Whether an update whose loss or gradient is not finite is left out and counted, instead of ending the run."""
     checkpoint_interval: int | None = 100
     """Updates between checkpoints; null: at the end and on interruption only."""
     checkpoints_kept: int = 2

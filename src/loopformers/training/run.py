@@ -10,14 +10,13 @@ A run's folder:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,6 @@ import numpy as np
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
-from transformers.utils import logging
 
 from loopformers import __version__
 from loopformers.analysis.stability import Stability, assess_stability
@@ -37,11 +35,14 @@ from loopformers.data.statistics import bytes_per_token, unigram_cross_entropy
 from loopformers.data.tokenizer import bundled_tokenizer
 from loopformers.errors import ConfigError, DataError, MissingExtraError, unknown_name
 from loopformers.evaluation.budget import BudgetResult, evaluate_budgets
+from loopformers.files import write_whole
 from loopformers.laws import Law
 from loopformers.model.config import LoopConfig
 from loopformers.model.modeling import LoopedForCausalLM
+from loopformers.model.quiet import quiet_transformers
 from loopformers.schedule import Schedule
 from loopformers.training.callbacks import BudgetValidationCallback
+from loopformers.training.engine import EngineSettings
 from loopformers.training.progress import ProgressListener
 from loopformers.training.recipe import (
     BUNDLED,
@@ -53,6 +54,7 @@ from loopformers.training.recipe import (
     differences,
 )
 from loopformers.training.recipe_file import dump, load
+from loopformers.training.sharding import gather_weights, is_sharded
 from loopformers.training.step_log import METRICS_FILE, StepLog
 from loopformers.training.trainer import LoopTrainer, training_arguments
 
@@ -93,6 +95,10 @@ class RunResult:
     """What the verdict rests on."""
     budgets: tuple[dict[str, Any], ...]
     """One `BudgetResult` as a dict for each budget, the trained one first."""
+    verdict_since: int | None = None
+    """Update since which the verdict that is made during training has been the last one."""
+    skipped_steps: int = 0
+    """Updates left out because a number was not finite."""
 
 
 ValidationListener = Callable[[int, BudgetResult, Stability], None]
@@ -183,7 +189,8 @@ class PreparedRun:
             optimizer_settings=self.recipe.optimizer,
             lr_schedule=self.recipe.lr_schedule,
             law=self.law,
-            num_grad_loops=self.recipe.training.num_grad_loops,
+            engine=engine_settings(self.recipe),
+            unigram_loss=self.unigram_loss,
             checkpoint_files=self._provenance(),
             on_progress=on_progress,
             stop_requested=stop_requested,
@@ -201,8 +208,9 @@ class PreparedRun:
         )
         result = self._judge(scores)
         trained = trainer.accelerator.unwrap_model(trainer.model)
+        weights = gather_weights(trained) if is_sharded(trained) else None  # every rank has a part
         if self.is_main_process:
-            self._finish(trained, result)
+            self._finish(trained, weights, result)
         _wait(self.arguments)
         return result
 
@@ -232,6 +240,8 @@ class PreparedRun:
             verdict=stability.verdict,
             reason=stability.reason,
             budgets=tuple(dataclasses.asdict(score) for score in scores),
+            verdict_since=last.get("verdict_since"),
+            skipped_steps=last.get("skipped_steps", 0),
         )
 
     def _provenance(self) -> dict[str, str]:
@@ -242,13 +252,13 @@ class PreparedRun:
         check_folder(self.recipe)
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, text in self._provenance().items():
-            write_text(self.folder / name, text)
+            write_whole(self.folder / name, text)
 
-    def _finish(self, model: Any, result: RunResult) -> None:
+    def _finish(self, model: Any, weights: dict[str, Any] | None, result: RunResult) -> None:
         with quiet_transformers():
-            model.save_pretrained(self.folder)
+            model.save_pretrained(self.folder, state_dict=weights)
             self.tokenizer.save_pretrained(self.folder)
-        write_text(self.folder / RESULT_FILE, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+        write_whole(self.folder / RESULT_FILE, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
 
 
 class _LiveVerdict(TrainerCallback):
@@ -349,14 +359,21 @@ def _resolved_model(recipe: Recipe, config: LoopConfig) -> ModelRecipe:
 def build_model(config: LoopConfig, recipe: Recipe) -> LoopedForCausalLM:
     """Return the model with the weights of the recipe's seed."""
     torch.manual_seed(recipe.training.seed)
-    model = LoopedForCausalLM(config)
-    model.loss_chunk_tokens = recipe.training.loss_chunk_tokens
-    model.model.num_kept_loops = recipe.training.kept_loops
-    if recipe.training.activation_checkpointing:
-        # The older of two names, which transformers 6 will drop and 5.0 needs.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    return model
+    return LoopedForCausalLM(config)
+
+
+def engine_settings(recipe: Recipe) -> EngineSettings:
+    """Return what the recipe says of memory, time and failures."""
+    training = recipe.training
+    return EngineSettings(
+        loss_chunk_tokens=training.loss_chunk_tokens,
+        activation_checkpointing=training.activation_checkpointing,
+        num_kept_loops=training.kept_loops if training.activation_checkpointing else None,
+        num_grad_loops=training.num_grad_loops,
+        compile_layers=training.compile_layers,
+        shard=training.shard,
+        skip_non_finite=training.skip_non_finite,
+    )
 
 
 def build_arguments(recipe: Recipe) -> TrainingArguments:
@@ -373,6 +390,11 @@ def build_arguments(recipe: Recipe) -> TrainingArguments:
             f"training.batch_size={training.batch_size} does not divide into {num_processes} process(es) x "
             f"gradient_accumulation={training.gradient_accumulation} microbatches; the nearest that does is "
             f"{max(1, round(training.batch_size / parts)) * parts}"
+        )
+    if training.shard and num_processes == 1:
+        raise ConfigError(
+            "training.shard=true divides the model over processes, and this is the only one; start several with torchrun, or "
+            "leave it out"
         )
     check_reporters(training.report_to)
     on_cpu = not torch.cuda.is_available()
@@ -518,27 +540,6 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file aside, then rename it into place."""
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
-
-
 def _wait(arguments: TrainingArguments) -> None:
     if arguments.world_size > 1:
         torch.distributed.barrier()
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' own bars and reminders off the terminal, where ours are."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
