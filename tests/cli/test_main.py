@@ -114,7 +114,7 @@ def test_an_unknown_command_is_named_with_the_nearest(name: str, hint: str, caps
     assert output.out == ""
     assert (
         output.err
-        == f"error: command '{name}' is not known;{hint} one of: quickstart, train, plan, info, generate, convert\n"
+        == f"error: command '{name}' is not known;{hint} one of: quickstart, train, plan, data, info, generate, convert\n"
     )
 
 

@@ -48,6 +48,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "train": Command("loopformers.cli.train", "train the model of a recipe, or continue where it was interrupted"),
     "plan": Command("loopformers.cli.plan", "what a recipe will cost: operations, memory by loops, time"),
+    "data": Command("loopformers.cli.data", "build a corpus from packages, and count what a source of text holds"),
     "info": Command("loopformers.cli.info", "parameters, FLOPs and cache bytes of a model, by number of loops"),
     "generate": Command("loopformers.cli.generate", "continue a text at one or several numbers of loops"),
     "convert": Command(

@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from loopformers.data.packing import PackedTokens, TokenArray, TokenStream
+from loopformers.data.packing import PackedTokens, TokenArray, TokenStream, check_seq_len
 from loopformers.errors import DataError
 
-__all__ = ["bits_per_byte", "bytes_per_token", "split_table", "token_counts", "unigram_cross_entropy"]
+__all__ = [
+    "SplitCounts",
+    "bits_per_byte",
+    "bytes_per_token",
+    "count_splits",
+    "split_table",
+    "token_counts",
+    "unigram_cross_entropy",
+]
 
 CHUNK_TOKENS = 1 << 22
 """Tokens counted together: counting converts to 8 bytes a token, and a stream may be larger than memory."""
@@ -81,6 +90,62 @@ def bytes_per_token(tokens: TokenStream | PackedTokens) -> float:
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
     """Convert a loss in nats per token to bits per byte of text, which tokenizers do not change."""
     return nats_per_token / (math.log(2) * bytes_per_token)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitCounts:
+    """What one split holds.
+
+    Attributes:
+        split: Its name.
+        documents: Documents.
+        characters: Characters (code points) of their texts.
+        bytes: UTF-8 bytes of their texts.
+        tokens: Tokens, the end of each document included.
+        bytes_per_token: Their quotient.
+        windows: Whole windows, without padding.
+        dropped_tokens: Tokens behind the last window.
+        unigram_nats: Cross entropy of token frequencies of the train split on this one, in nats per token.
+    """
+
+    split: str
+    documents: int
+    characters: int
+    bytes: int
+    tokens: int
+    bytes_per_token: float
+    windows: int
+    dropped_tokens: int
+    unigram_nats: float
+
+
+def count_splits(streams: Mapping[str, TokenStream], vocab_size: int, seq_len: int) -> list[SplitCounts]:
+    """Count what each split holds; exact, and a split shorter than one window has none.
+
+    Args:
+        streams: Splits by name, `train` among them.
+        vocab_size: Size of the vocabulary that made the tokens.
+        seq_len: Tokens in a window.
+
+    Raises:
+        ConfigError: `seq_len` is below 2.
+        DataError: See `unigram_cross_entropy`.
+    """
+    check_seq_len(seq_len)
+    return [
+        SplitCounts(
+            split=name,
+            documents=stream.num_documents,
+            characters=stream.num_characters,
+            bytes=stream.num_bytes,
+            tokens=stream.num_tokens,
+            bytes_per_token=bytes_per_token(stream),
+            windows=stream.num_tokens // seq_len,
+            dropped_tokens=stream.num_tokens % seq_len,
+            unigram_nats=unigram_cross_entropy(streams["train"].tokens, stream.tokens, vocab_size),
+        )
+        for name, stream in streams.items()
+    ]
 
 
 def split_table(streams: dict[str, TokenStream], vocab_size: int) -> str:
