@@ -244,7 +244,7 @@ def llama(sizes: Sizes) -> LlamaForCausalLM:
 
 def gpt2(sizes: Sizes) -> GPT2LMHeadModel:
     """As many distinct layers as `looped` runs, without dropout, which ours do not have."""
-    return GPT2LMHeadModel(
+    model = GPT2LMHeadModel(
         GPT2Config(
             n_embd=sizes.hidden_size,
             n_layer=sizes.num_layers * sizes.num_loops,
@@ -256,10 +256,11 @@ def gpt2(sizes: Sizes) -> GPT2LMHeadModel:
             resid_pdrop=0.0,
             bos_token_id=0,
             eos_token_id=0,
-            loss_type="ForCausalLM",
             use_cache=False,
         )
     )
+    model.loss_type = "ForCausalLM"  # what transformers takes anyway, after a warning
+    return model
 
 
 def enable_checkpointing(model: Any) -> None:
