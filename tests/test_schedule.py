@@ -132,8 +132,8 @@ def test_more_loops_than_the_grid_have_no_schedules():
 
 
 def test_schedules_and_laws_import_no_torch():
-    code = "import sys, loopformers, loopformers.laws, loopformers.schedule; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    code = "import sys, loopformers.laws, loopformers.schedule\nprint([m in sys.modules for m in ('torch', 'transformers')])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        == "False False\n"
+        == "[False, False]\n"
     )

@@ -8,8 +8,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
-from loopformers.cli.checkpoint import load_config, load_model, load_tokenizer, quiet_transformers
+from loopformers.cli.checkpoint import load_config, load_model, load_tokenizer
 from loopformers.errors import CheckpointError
+from loopformers.model.quiet import quiet_transformers
 
 
 @pytest.fixture

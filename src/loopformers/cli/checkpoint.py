@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
     from loopformers.model.config import LoopConfig
     from loopformers.model.modeling import LoopedForCausalLM
 
-__all__ = ["load_config", "load_model", "load_tokenizer", "quiet_transformers"]
+__all__ = ["load_config", "load_model", "load_tokenizer"]
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
@@ -61,6 +59,7 @@ def load_model(folder: str) -> LoopedForCausalLM:
     if not any((Path(folder) / name).exists() for name in WEIGHTS):
         raise CheckpointError(f"{folder} holds no {WEIGHTS[0]}; copy the weights there, or save the model again")
     from loopformers.model.modeling import LoopedForCausalLM
+    from loopformers.model.quiet import quiet_transformers
 
     with quiet_transformers():
         model, report = LoopedForCausalLM.from_pretrained(
@@ -84,6 +83,8 @@ def load_tokenizer(folder: str) -> Any:
     """
     from transformers import AutoTokenizer
 
+    from loopformers.model.quiet import quiet_transformers
+
     if not (Path(folder) / "tokenizer_config.json").exists():
         raise CheckpointError(f"{folder} holds no tokenizer; name the folder of one with --tokenizer")
     with quiet_transformers():
@@ -91,19 +92,3 @@ def load_tokenizer(folder: str) -> Any:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"the tokenizer in {folder} does not load: {error}") from error
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' progress bars and loading reports off the terminal: we say ourselves what there is to say."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

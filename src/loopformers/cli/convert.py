@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     case = None if arguments.case is None else _read_case(arguments.case)
     num_loops = None if arguments.num_loops is None else check_num_loops(arguments.num_loops)
-    from loopformers.cli.checkpoint import quiet_transformers
     from loopformers.model.convert import convert_checkpoint
+    from loopformers.model.quiet import quiet_transformers
 
     with quiet_transformers():
         config = convert_checkpoint(

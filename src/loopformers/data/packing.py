@@ -23,6 +23,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 
 from loopformers.errors import ConfigError, DataError
+from loopformers.files import write_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -348,8 +349,7 @@ def write_stream(path: Path, documents: Dataset, encoder: DocumentEncoder) -> No
             "num_bytes": num_bytes,
             "eos_token_id": encoder.eos_token_id,
         }
-        aside.write_text(json.dumps(description), encoding="utf-8")
-        os.replace(aside, path)
+        write_whole(path, json.dumps(description))
     finally:
         aside.unlink(missing_ok=True)
 

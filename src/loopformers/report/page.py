@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loopformers.errors import ConfigError
+from loopformers.files import write_whole
 from loopformers.report.plots import GRID, INK, MUTED, PAPER
 from loopformers.report.tables import Table
 
@@ -132,16 +133,7 @@ class Page:
 
 def save_page(page: Page, path: str | os.PathLike[str]) -> Path:
     """Write a page as one UTF-8 file, which appears whole or not at all."""
-    target = Path(path)
-    content = page.to_html()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        aside.write_text(content, encoding="utf-8")
-        os.replace(aside, target)
-    finally:
-        aside.unlink(missing_ok=True)
-    return target
+    return write_whole(path, page.to_html())
 
 
 def _section(section: Section, number: int) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from loopformers.errors import ConfigError, unknown_name
+from loopformers.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -333,15 +334,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     kind = target.suffix.lower().lstrip(".")
     if kind not in FIGURE_FORMATS:
         raise ConfigError(f"path={os.fspath(path)!r} ends in {target.suffix!r}; figures are written as .svg or .png")
-    content = figure_bytes(figure, "svg" if kind == "svg" else "png")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        aside.write_bytes(content)
-        os.replace(aside, target)
-    finally:
-        aside.unlink(missing_ok=True)
-    return target
+    return write_whole(target, figure_bytes(figure, "svg" if kind == "svg" else "png"))
 
 
 # -- parts -------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from loopformers.errors import ConfigError
+from loopformers.files import write_whole
 from loopformers.studies.workers import Emit, Failed, TaskEvent, run_tasks
 from loopformers.training.step_log import METRICS_FILE, StepLog
 
@@ -301,10 +302,8 @@ def read_records(folder: Path, system: str) -> list[dict[str, Any]]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON aside, then rename it into place."""
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    """Write a value as JSON, whole or not at all."""
+    write_whole(path, json.dumps(value, indent=2) + "\n")
 
 
 def check_count(name: str, value: object) -> None:

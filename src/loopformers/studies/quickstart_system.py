@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers.utils import logging
 
 from loopformers.analysis.stability import assess_stability
 from loopformers.data.corpora import load_splits
@@ -23,6 +21,7 @@ from loopformers.data.tokenizer import bundled_tokenizer
 from loopformers.evaluation.budget import evaluate_budgets
 from loopformers.model.config import LoopConfig
 from loopformers.model.modeling import LoopedForCausalLM
+from loopformers.model.quiet import quiet_transformers
 from loopformers.studies.quickstart import RESULT_FILE, QuickstartSettings, SystemResult, system_folder, write_json
 from loopformers.studies.workers import Emit
 from loopformers.training.optimizers import MuonAdamW
@@ -72,7 +71,7 @@ def train_system(
         KeyboardInterrupt: Stopped, after a checkpoint was saved.
     """
     torch.set_num_threads(1)  # one system a core: two threads of two systems would wait for each other
-    with _quiet_transformers():
+    with quiet_transformers():
         return _train_system(system, settings, folder, _read_text(settings, cache_dir), emit, stop_requested)
 
 
@@ -100,20 +99,6 @@ def _train_system(
     result = _judge(system, settings, model, text, StepLog(unfinished / METRICS_FILE), stop_requested)
     _finish(model, text.tokenizer, result, unfinished, system_folder(folder, system, finished=True))
     return result
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keep transformers' own bars and reminders off the terminal, where ours are."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _read_text(settings: QuickstartSettings, cache_dir: Path | None) -> _Text:

@@ -17,6 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from loopformers.errors import CheckpointError, ConfigError
+from loopformers.files import write_whole
 
 __all__ = [
     "ASIDE",
@@ -39,9 +40,7 @@ FOLDER = re.compile(r"checkpoint-(\d+)")
 
 def mark_complete(checkpoint: Path, step: int) -> None:
     """Declare a checkpoint whole; call it after everything else has been written."""
-    aside = checkpoint / (MARKER + ".partial")
-    aside.write_text(json.dumps({"step": step}), encoding="utf-8")
-    os.replace(aside, checkpoint / MARKER)
+    write_whole(checkpoint / MARKER, json.dumps({"step": step}))
 
 
 def check_complete(checkpoint: str | os.PathLike[str]) -> int:

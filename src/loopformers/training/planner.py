@@ -268,7 +268,8 @@ def plan_config(recipe: Recipe) -> LoopConfig:
         ConfigError: An illegal field.
         DataError: The vocabulary follows from a tokenizer that cannot be loaded.
     """
-    from loopformers.training.run import load_tokenizer, model_config, quiet_transformers
+    from loopformers.model.quiet import quiet_transformers
+    from loopformers.training.run import load_tokenizer, model_config
 
     if recipe.data.tokenizer != BUNDLED and "vocab_size" in recipe.model.overrides:
         return model_config(recipe)
@@ -285,7 +286,8 @@ def count_text(data: DataRecipe) -> TextCount:
     for source in (*data.sources, data.tokenizer):
         if not _is_local(source):
             return TextCount(tokens=None, reason=f"{source!r} is a name, and is read only when the run starts")
-    from loopformers.training.run import load_tokenizer, quiet_transformers, read_windows
+    from loopformers.model.quiet import quiet_transformers
+    from loopformers.training.run import load_tokenizer, read_windows
 
     with quiet_transformers():
         train, _ = read_windows(data, load_tokenizer(data))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from loopformers.errors import ConfigError, unknown_name
+from loopformers.files import write_whole
 from loopformers.training.recipe import CHOICES, DEFAULT_CHOICE, SECTIONS, Recipe, from_fields, to_fields
 
 if TYPE_CHECKING:
@@ -85,11 +86,7 @@ def load(name: str | os.PathLike[str]) -> Recipe:
 
 def save(recipe: Recipe, path: str | os.PathLike[str]) -> Path:
     """Save a recipe with every field named, aside and then renamed; `load` gives an equal recipe back."""
-    target = Path(path)
-    aside = target.with_name(target.name + ".partial")
-    aside.write_text(dump(recipe), encoding="utf-8")
-    os.replace(aside, target)
-    return target
+    return write_whole(path, dump(recipe))
 
 
 def dump(recipe: Recipe) -> str:

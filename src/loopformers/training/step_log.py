@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopformers.errors import DataError
+from loopformers.files import write_whole
 
 __all__ = ["METRICS_FILE", "StepLog"]
 
@@ -64,7 +65,5 @@ class StepLog:
         """Drop every record after `step` and return those that stay. The file is replaced whole or not at all."""
         kept = [record for record in self.read() if record["step"] <= step]
         if self.path.exists():
-            aside = self.path.with_name(self.path.name + ".partial")
-            aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-            os.replace(aside, self.path)
+            write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept))
         return kept
