@@ -1,8 +1,8 @@
-"""What the trainer costs: against a bare PyTorch loop, with and without its diagnostics, and memory of the loss in chunks.
+"""What the trainer costs: its speed against a bare PyTorch loop, and the memory of the loss in chunks.
 
     python benchmarks/training.py --threads 1 --json training.json
 
-The runs of a comparison train the same model on the same windows in this process, one update each in turn (A B C, C B A, ..),
+The runs of a comparison train the same model on the same windows in this process, one update each in turn (A B, B A, ..),
 and a ratio is the median over such rounds, so a slow minute of a shared machine hits all. With one thread, time is the CPU
 time of this process; with more, it is wall time.
 """
@@ -32,8 +32,6 @@ from loopformers import LoopConfig, LoopedForCausalLM
 from loopformers.training.engine import EngineSettings
 from loopformers.training.optimizers import MuonAdamW
 from loopformers.training.trainer import LoopTrainer, training_arguments
-
-SECTIONS = ("speed", "memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,40 +186,39 @@ def bare_run(preset: str, sizes: Sizes, num_steps: int) -> Callable[[Callable[[]
 # -- sections ------------------------------------------------------------------------------------------------------
 
 
+def take_turns(
+    preset: str, sizes: Sizes, repeats: int, engines: dict[str, EngineSettings | None]
+) -> dict[str, list[float]]:
+    """Return milliseconds of updates by name; no engine: the bare loop."""
+    warm_up = 2
+    num_steps = warm_up + repeats + 1
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {
+            name: bare_run(preset, sizes, num_steps)
+            if engine is None
+            else trainer_run(Path(folder) / name, preset, sizes, num_steps, engine)
+            for name, engine in engines.items()
+        }
+        times = Turns(runs, warm_up=warm_up).measure(repeats)
+    return {name: [1000 * value for value in values] for name, values in times.items()}
+
+
 def measure_speed(sizes: Sizes, repeats: int) -> list[Comparison]:
     rows = []
     for preset in sizes.presets:
-        warm_up = 2
-        num_steps = warm_up + repeats + 1
-        with tempfile.TemporaryDirectory() as folder:
-            runs = {
-                "bare": bare_run(preset, sizes, num_steps),
-                "watched": trainer_run(Path(folder) / "watched", preset, sizes, num_steps, EngineSettings()),
-                "blind": trainer_run(
-                    Path(folder) / "blind", preset, sizes, num_steps, EngineSettings(diagnostics=False)
-                ),
-            }
-            times = Turns(runs, warm_up=warm_up).measure(repeats)
-        millis = {name: [1000 * value for value in values] for name, values in times.items()}
-        rows += [
+        millis = take_turns(preset, sizes, repeats, {"bare": None, "trainer": EngineSettings()})
+        name = f"{preset}: speed of LoopTrainer, diagnostics on / a bare loop"
+        rows.append(
             compare(
-                millis["watched"],
+                millis["trainer"],
                 millis["bare"],
                 invert=True,
                 section="speed",
-                name=f"{preset}: speed of LoopTrainer / a bare loop",
+                name=name,
                 unit="ms a step",
                 target=0.95,
-            ),
-            compare(
-                millis["watched"],
-                millis["blind"],
-                section="speed",
-                name=f"{preset}: step with diagnostics / without",
-                unit="ms a step",
-                target=1.03,
-            ),
-        ]
+            )
+        )
     return rows
 
 
@@ -257,15 +254,16 @@ def measure_memory(sizes: Sizes, repeats: int) -> list[Comparison]:
     return rows
 
 
-MEASURE: dict[str, Callable[[Sizes, int], list[Comparison]]] = {"speed": measure_speed, "memory": measure_memory}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def run(
+    argv: Sequence[str] | None,
+    about: str,
+    measure: dict[str, Callable[[Sizes, int], list[Comparison]]],
+) -> int:
     """Measure, print the table, and return 0 when every target is met and 1 otherwise."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1; 2 shared cores are noisy)")
     parser.add_argument("--repeats", type=int, default=20, help="updates that a ratio is the median of (default 20)")
-    parser.add_argument("--only", choices=SECTIONS, action="append", help="measure this section; may be repeated")
+    parser.add_argument("--only", choices=list(measure), action="append", help="measure this section; may be repeated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here, too")
     parser.add_argument("--fast", action="store_true", help="tiny sizes: checks that it runs, measures nothing")
     arguments = parser.parse_args(argv)
@@ -273,12 +271,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--threads and --repeats must be at least 1")
     torch.set_num_threads(arguments.threads)
     sizes = FAST if arguments.fast else Sizes()
-    rows = [row for section in arguments.only or SECTIONS for row in MEASURE[section](sizes, arguments.repeats)]
-    about = environment()
-    Console(width=180).print(render(rows, about))
+    rows = [row for section in arguments.only or measure for row in measure[section](sizes, arguments.repeats)]
+    context = environment()
+    Console(width=180).print(render(rows, context))
     if arguments.json is not None:
-        write_json(arguments.json, rows, about, sizes)
+        write_json(arguments.json, rows, context, sizes)
     return 0 if arguments.fast or all(row.passes for row in rows) else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run this benchmark."""
+    return run(argv, __doc__, {"speed": measure_speed, "memory": measure_memory})
 
 
 if __name__ == "__main__":
