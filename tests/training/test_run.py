@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from loopformers import LoopedForCausalLM, __version__
 from loopformers.errors import ConfigError, DataError, LoopformersError
 from loopformers.laws import PoissonLogNormal, ShortTrajectory
+from loopformers.testing.distributed import run_distributed
 from loopformers.training.recipe import Recipe
 from loopformers.training.recipe_file import load
 from loopformers.training.run import prepare, versions
@@ -209,3 +210,23 @@ def test_versions_name_the_commit_of_the_working_folder_if_there_is_one(
     found = versions()
     assert found["torch"] == torch.__version__.split("+")[0] or found["torch"] == torch.__version__
     assert (found["git_commit"], found["git_changes"]) == (None, None)
+
+
+# -- several processes --------------------------------------------------------------------------------------------
+
+
+def train_divided(rank: int, recipe: Recipe) -> float:
+    return prepare(recipe).train().loss
+
+
+@pytest.mark.distributed
+def test_a_model_divided_over_two_processes_trains_as_one(recipe: Recipe, tmp_path: Path) -> None:
+    recipe = change(recipe, "training", steps=2)
+    shared = change(recipe, "training", shard=True, output_dir=str(tmp_path / "shared"))
+    losses = run_distributed(train_divided, shared, folder=tmp_path)
+    assert losses[0] == losses[1] == pytest.approx(prepare(recipe).train().loss, rel=1e-4)
+    assert (folder_of(shared) / "checkpoint-2" / "sharded").is_dir()
+    model = LoopedForCausalLM.from_pretrained(folder_of(shared))
+    assert model.num_parameters() == LoopedForCausalLM.from_pretrained(folder_of(recipe)).num_parameters()
+    with pytest.raises(ConfigError, match="this is the only one; start several with torchrun"):
+        prepare(change(shared, "training", output_dir=str(tmp_path / "alone")))
