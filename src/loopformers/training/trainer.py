@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME as SCHEDULER_FILE
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
@@ -49,6 +49,7 @@ from loopformers.training.speed import SPEED_FILE, Speed
 from loopformers.training.step_log import METRICS_FILE, StepLog
 from loopformers.training.step_record import StepRecord
 from loopformers.training.step_tally import StepNumbers, local_part
+from loopformers.training.streamed import StreamedData
 
 __all__ = ["LoopTrainer", "training_arguments"]
 
@@ -103,7 +104,7 @@ def training_arguments(
     return TrainingArguments(output_dir=os.fspath(output_dir), **{**defaults, **overrides})
 
 
-class LoopTrainer(Trainer):
+class LoopTrainer(StreamedData):
     """Trains a `LoopedForCausalLM`, records every update, and resumes bit for bit.
 
     On top of `transformers.Trainer`:
@@ -119,7 +120,8 @@ class LoopTrainer(Trainer):
     Args:
         model: The model.
         args: As `training_arguments` returns.
-        train_dataset: Windows with `input_ids` and `labels`, (seq,) each.
+        train_dataset: Windows with `input_ids` and `labels`, (seq,) each; or `StreamedWindows`, of which each rank reads its
+            own part, and whose position every checkpoint holds.
         optimizer_settings: Builds the optimiser.
         lr_schedule: Multiplier of each group's rate.
         law: Draws what each microbatch runs, from (seed, step, microbatch) with the configuration's `loop_seed`; the model
