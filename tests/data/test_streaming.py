@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, default_data_collator
 
+from loopformers.data import streaming
 from loopformers.data.stream_sources import DocumentStream, stream_documents
 from loopformers.data.streaming import StreamedWindows
 from loopformers.errors import CheckpointError, ConfigError, DataError
@@ -104,12 +106,12 @@ def test_more_ranks_than_shards_fall_back_to_documents_or_are_refused(windows_of
         windows_of(rank=6, world_size=7, shard_by="shard")
 
 
-def test_one_worker_process_reads_ahead_and_several_are_refused(windows_of):
-    loader = DataLoader(windows_of(), batch_size=None, num_workers=1)
-    windows = [window["input_ids"].tolist() for window in itertools.islice(loader, 3)]
-    assert windows == ids(windows_of(), 3)
+def test_a_worker_process_reads_all_and_several_are_refused(windows_of, monkeypatch):
+    monkeypatch.setattr(streaming, "get_worker_info", lambda: SimpleNamespace(num_workers=1, id=0))
+    assert ids(windows_of(), 3)
+    monkeypatch.setattr(streaming, "get_worker_info", lambda: SimpleNamespace(num_workers=2, id=1))
     with pytest.raises(ConfigError, match="dataloader_num_workers=2"):
-        next(iter(DataLoader(windows_of(), batch_size=None, num_workers=2)))
+        next(iter(windows_of()))
 
 
 # -- order -----------------------------------------------------------------------------------------------------
