@@ -20,6 +20,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME as OPTIMIZER_FILE
 from transformers.trainer import SCHEDULER_NAME as SCHEDULER_FILE
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
@@ -502,10 +503,15 @@ class LoopTrainer(StreamedData):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (Path(checkpoint) / SHARDED).is_dir():
+        if checkpoint is not None and (Path(checkpoint) / SHARDED).is_dir():
+            load_sharded(Path(checkpoint) / SHARDED, self.model, self._plain_optimizer())
+        elif checkpoint is not None and self.args.world_size > 1 and self.args.device.type == "cpu":
+            # Some versions ask for the device cpu:0 here, which torch does not know.
+            state = torch.load(os.path.join(checkpoint, OPTIMIZER_FILE), map_location="cpu", weights_only=True)
+            self.optimizer.load_state_dict(state)
+        else:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        load_sharded(Path(checkpoint) / SHARDED, self.model, self._plain_optimizer())
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_FILE), weights_only=True))
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
