@@ -409,6 +409,12 @@ class LoopTrainer(StreamedData):
             raise KeyboardInterrupt(f"stopped after step {self.state.global_step}; a checkpoint was saved")
         return result
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if "batch_size" in kwargs and not self.args.auto_find_batch_size:
+            # Some versions take the checkpoint's: another number of processes would then train on another global batch.
+            kwargs["batch_size"] = self.args.train_batch_size
+        return super()._inner_training_loop(*args, **kwargs)
+
     def _resolve(self, resume: str | os.PathLike[str] | bool | None) -> Path | None:
         folder = self.args.output_dir
         if resume is None or resume is False:
