@@ -58,10 +58,10 @@ def train(
     )  # fmt: skip
     # Signs of rounding errors move no weight: Muon and a tiny epsilon would make big differences of small ones.
     optimizer = options.pop("optimizer_settings", DecayedAdamW(lr=1e-3))
-    # Consistency is a mean over a microbatch's entries, weighed by its targets: it divides exactly where masks are even.
-    dataset = make_dataset(16) if model.config.objective == "shortcut_consistency" else masked_dataset()
     constant = ConstantThenLinear(decay_fraction=0.0)
-    trainer = LoopTrainer(model, arguments, dataset, optimizer_settings=optimizer, lr_schedule=constant, **options)
+    trainer = LoopTrainer(
+        model, arguments, masked_dataset(), optimizer_settings=optimizer, lr_schedule=constant, **options
+    )
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{folder}/final")
     return {name: p.full_tensor() if hasattr(p, "full_tensor") else p.data for name, p in model.named_parameters()}

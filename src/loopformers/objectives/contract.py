@@ -56,11 +56,15 @@ class Targets:
         hidden = prediction.hidden.flatten(0, 1)
         return chunked_cross_entropy_sum(hidden, labels, self.head, chunk_tokens=self.chunk_tokens) / self.count
 
-    @property
-    def share(self) -> Tensor | float:
-        """This microbatch's part of the count: weighs terms that are means over the microbatch."""
-        own = (self.labels != IGNORE).sum()
-        return own / self.count
+    def mean_square(self, ours: Tensor, theirs: Tensor) -> Tensor:
+        """Return the mean square difference over all entries of positions that have a target, a scalar.
+
+        Args:
+            ours: (batch, seq, dim).
+            theirs: Same shape.
+        """
+        by_position = (ours - theirs).square().mean(dim=-1)
+        return by_position.masked_fill(self.labels == IGNORE, 0.0).sum() / self.count
 
 
 class TrajectoryRunner(Protocol):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-import torch.nn.functional as F
-
 from loopformers.errors import ConfigError
 from loopformers.laws import LoopPlan
 from loopformers.objectives.contract import ObjectiveOutput, ObjectiveWeights, Targets, TrajectoryRunner
@@ -22,7 +20,9 @@ def shortcut_consistency(
     """Return `CE(long) + w_s CE(short) + w_c MSE(stop_gradient(z_long), z_short)`.
 
     z is the state after the final norm (the paper's equation and code) or the logits (its prose); the MSE is a mean over
-    all entries. A plan without a short trajectory trains the long one alone.
+    all entries of the positions that have a target. In the paper's windows all have; elsewhere padding does not count, and
+    microbatches and ranks with uneven masks add up to one batch. A plan without a short trajectory trains the long one
+    alone.
     """
     long = run(plan.long)[-1]
     loss = targets.cross_entropy(long)
@@ -32,15 +32,14 @@ def shortcut_consistency(
     short = run(plan.short)[-1]
     cross_entropy = targets.cross_entropy(short)
     if weights.target == "hidden":
-        distance = F.mse_loss(short.hidden, long.hidden.detach())
+        consistency = targets.mean_square(short.hidden, long.hidden.detach())
     elif short.logits is not None and long.logits is not None:
-        distance = F.mse_loss(short.logits, long.logits.detach())
+        consistency = targets.mean_square(short.logits, long.logits.detach())
     else:
         raise ConfigError(
             "consistency_target='logits' compares whole logits, which a chunked loss never makes; set loss_chunk_tokens to "
             "None, or consistency_target='hidden'"
         )
-    consistency = distance * targets.share
     loss = loss + weights.short * cross_entropy + weights.consistency * consistency
     parts |= {"short_cross_entropy": cross_entropy.detach(), "consistency": consistency.detach()}
     return ObjectiveOutput(loss, long, parts)
