@@ -131,11 +131,20 @@ def test_positions_without_a_restart_are_one_document():
         close(model(ids, position_ids=torch.arange(13).expand(3, 13)).logits, model(ids).logits)
 
 
+def test_a_mask_of_ones_as_collators_add_is_no_mask():
+    model = tiny_model("flt").double().train()
+    ids, positions = packed()
+    bare = model(ids, position_ids=positions, labels=ids).loss
+    assert torch.equal(bare, model(ids, position_ids=positions, labels=ids, attention_mask=torch.ones_like(ids)).loss)
+
+
 def test_restarting_positions_beside_an_attention_mask_are_refused():
     model = tiny_model("flt").eval()
     ids, positions = packed()
+    padded = torch.ones_like(ids)
+    padded[0, -1] = 0
     with pytest.raises(ConfigError, match="leave attention_mask out"):
-        model(ids, position_ids=positions, attention_mask=torch.ones_like(ids))
+        model(ids, position_ids=positions, attention_mask=padded)
     cache = model.new_cache()
     model(ids, position_ids=positions, past_key_values=cache)
     with pytest.raises(ConfigError, match="leave attention_mask out"):

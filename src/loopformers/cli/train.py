@@ -140,21 +140,27 @@ def _as_dict(result: RunResult) -> dict[str, Any]:
 
 def summary_table(run: PreparedRun) -> Table:
     """Return what is about to be trained."""
+    from loopformers.data.packing import PackedTokens
     from loopformers.report.tables import Column, Table
 
     recipe, config, windows = run.recipe, run.config, run.train_windows
     tokens = recipe.training.steps * run.tokens_per_step
     flops = config.training_flops_per_token(seq_len=recipe.data.seq_len) * tokens
+    if isinstance(windows, PackedTokens):
+        text = f"{windows.num_tokens:,} tokens, {windows.num_documents:,} documents"
+        number, epochs = f"{len(windows):,} windows", f", {tokens / windows.num_tokens:.2f} times the text"
+    else:
+        text, number, epochs = "streamed", "windows", ""
     sizes = f"{config.num_hidden_layers} layers x {config.num_loops} loops, width {config.hidden_size}"
     rows = {
         "model": f"{recipe.model.preset}, {sizes}",
         "parameters": f"{config.num_parameters():,}",
         "objective": config.objective,
         "law": str(run.law),
-        "text": f"{', '.join(recipe.data.sources)}: {windows.num_tokens:,} tokens, {windows.num_documents:,} documents",
-        "windows": f"{len(windows):,} of {recipe.data.seq_len} tokens for training, {len(run.validation_windows):,} to score",
+        "text": f"{', '.join(recipe.data.sources)}: {text}",
+        "windows": f"{number} of {recipe.data.seq_len} tokens for training, {len(run.validation_windows):,} to score",
         "update": f"{recipe.training.batch_size} windows, {run.tokens_per_step:,} tokens",
-        "training": f"{recipe.training.steps:,} updates, {tokens:,} tokens, {tokens / windows.num_tokens:.2f} times the text",
+        "training": f"{recipe.training.steps:,} updates, {tokens:,} tokens{epochs}",
         "operations": f"about {flops:.2e} at {config.num_loops} loops",
         "optimizer": str(recipe.optimizer),
         "rates": str(recipe.lr_schedule),

@@ -422,7 +422,8 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def _documents(self, positions: Tensor, valid: Tensor | None, cache: LoopedCache | None) -> Tensor | None:
         """Number the packed documents of all tokens, cached ones included, where given positions tell of several."""
-        if valid is None:
+        # A mask of ones, as collators add, says nothing of padding; generate() makes one, and positions from it.
+        if valid is None or (cache is None and bool(valid.all())):
             past = None if cache is None else cache.positions
             documents = packed_documents(positions if past is None else torch.cat([past, positions], dim=1))
             if cache is not None:

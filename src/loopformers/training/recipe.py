@@ -105,6 +105,10 @@ class DataRecipe:
     """document: each falls whole into one split; tail: each is cut in three, for corpora of one or few documents."""
     cache_dir: str | None = None
     """Where prepared text is kept; null: the Hugging Face cache."""
+    streaming: bool = False
+    """Read and tokenise as training goes on, for a source that does not fit on disk; also the names of `STREAMED_CORPORA`."""
+    isolate_documents: bool = False
+    """Whether no token of a training window sees another document's."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", as_tuple(self.sources))
@@ -114,6 +118,11 @@ class DataRecipe:
                 f"data.sources={list(self.sources)} names no text; give at least one file, folder or name"
             )
         check_count("data.seq_len", self.seq_len, at_least=2)
+        if self.streaming and (len(self.sources) > 1 or self.split_by != "document"):
+            raise ConfigError(
+                f"data.streaming=true with sources={list(self.sources)} and split_by={self.split_by!r}: a stream reads one "
+                "source and splits it by document; give one source, or streaming=false"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -32,6 +33,8 @@ from loopformers.analysis.stability import Stability, assess_stability
 from loopformers.data.corpora import load_splits
 from loopformers.data.packing import PackedTokens, pack_documents
 from loopformers.data.statistics import bytes_per_token, unigram_cross_entropy
+from loopformers.data.stream_sources import STREAMED_CORPORA, stream_documents
+from loopformers.data.streaming import StreamedWindows
 from loopformers.data.tokenizer import bundled_tokenizer
 from loopformers.errors import ConfigError, DataError, MissingExtraError, unknown_name
 from loopformers.evaluation.budget import BudgetResult, evaluate_budgets
@@ -67,6 +70,9 @@ RECIPE_FILE = "recipe.yaml"
 VERSIONS_FILE = "versions.json"
 VALIDATION_FILE = "validation.jsonl"
 RESULT_FILE = "result.json"
+
+UNIGRAM_WINDOWS = 2048
+"""Windows of a stream whose token frequencies the unigram level is taken from."""
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 
@@ -121,14 +127,14 @@ class PreparedRun:
     """Of the trainer."""
     tokenizer: PreTrainedTokenizerFast
     """Its tokenizer."""
-    train_windows: PackedTokens
+    train_windows: PackedTokens | StreamedWindows
     """Training windows."""
     validation_windows: list[dict[str, Any]]
     """Windows to score."""
     unigram_loss: float
     """Nats per token of token frequencies alone, on those."""
-    bytes_per_token: float
-    """Of the validation split."""
+    bytes_per_token: float | None
+    """Of the validation split; None where it is streamed, and its bytes are not counted."""
 
     @property
     def folder(self) -> Path:
@@ -298,14 +304,7 @@ def prepare(recipe: Recipe) -> PreparedRun:
     check_folder(recipe)
     arguments = build_arguments(recipe)
     with arguments.main_process_first(desc="reading text"):  # the others find it in the cache
-        train, held_out = read_windows(recipe.data, tokenizer)
-    if len(train) < recipe.training.batch_size:
-        raise DataError(
-            f"training.batch_size={recipe.training.batch_size} is more than the {len(train)} windows of data.seq_len="
-            f"{recipe.data.seq_len} that the training split holds; give more text, shorter windows or a smaller batch"
-        )
-    rows = np.linspace(0, len(held_out) - 1, min(recipe.evaluation.windows, len(held_out))).astype(int)
-    targets = held_out.windows[rows][:, 1:].ravel()
+        text = (read_stream if recipe.data.streaming else read_text)(recipe, tokenizer, config.vocab_size)
     return PreparedRun(
         recipe=recipe,
         config=config,
@@ -313,10 +312,10 @@ def prepare(recipe: Recipe) -> PreparedRun:
         budgets=budgets,
         arguments=arguments,
         tokenizer=tokenizer,
-        train_windows=train,
-        validation_windows=[held_out[int(row)] for row in rows],
-        unigram_loss=unigram_cross_entropy(train.stream.tokens, targets, config.vocab_size),
-        bytes_per_token=bytes_per_token(held_out),
+        train_windows=text.train,
+        validation_windows=text.validation,
+        unigram_loss=text.unigram_loss,
+        bytes_per_token=text.bytes_per_token,
     )
 
 
@@ -450,6 +449,80 @@ def load_tokenizer(data: DataRecipe) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class RunText:
+    """The text of a run: see the fields of the same names in `PreparedRun`."""
+
+    train: PackedTokens | StreamedWindows
+    validation: list[dict[str, Any]]
+    unigram_loss: float
+    bytes_per_token: float | None
+
+
+def read_text(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> RunText:
+    """Tokenise all text before training; validation windows are spread evenly over their split.
+
+    Raises:
+        DataError: Text is missing, empty, or too short for a window or a batch.
+    """
+    train, held_out = read_windows(recipe.data, tokenizer)
+    if len(train) < recipe.training.batch_size:
+        raise DataError(
+            f"training.batch_size={recipe.training.batch_size} is more than the {len(train)} windows of data.seq_len="
+            f"{recipe.data.seq_len} that the training split holds; give more text, shorter windows or a smaller batch"
+        )
+    rows = np.linspace(0, len(held_out) - 1, min(recipe.evaluation.windows, len(held_out))).astype(int)
+    targets = held_out.windows[rows][:, 1:].ravel()
+    return RunText(
+        train=train,
+        validation=[held_out[int(row)] for row in rows],
+        unigram_loss=unigram_cross_entropy(train.stream.tokens, targets, vocab_size),
+        bytes_per_token=bytes_per_token(held_out),
+    )
+
+
+def read_stream(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> RunText:
+    """Open a stream for training, and read as many validation windows as are scored, in the stream's order.
+
+    The unigram level rests on the token frequencies of as many training windows as `UNIGRAM_WINDOWS`.
+
+    Raises:
+        DataError: The source is missing, unreachable or unreadable, or a split fills no window.
+    """
+    data = recipe.data
+
+    def windows(split: str, num_epochs: int | None, *, isolate_documents: bool = False) -> StreamedWindows:
+        documents = stream_documents(
+            data.sources[0],
+            split,
+            text_column=None if data.sources[0] in STREAMED_CORPORA else data.text_column,
+            id_column=None if data.sources[0] in STREAMED_CORPORA else data.id_column,
+            fractions=data.fractions,
+            seed=data.split_seed,
+            cache_dir=data.cache_dir,
+        )
+        seed = recipe.training.seed
+        return StreamedWindows(
+            documents, tokenizer, data.seq_len, seed=seed, num_epochs=num_epochs, isolate_documents=isolate_documents
+        )
+
+    held_out = list(itertools.islice(windows("validation", 1), recipe.evaluation.windows))
+    sample = list(itertools.islice(windows("train", 1), UNIGRAM_WINDOWS))
+    if not held_out or not sample:
+        raise DataError(
+            f"data.sources={list(data.sources)} fills no window of data.seq_len={data.seq_len} in its "
+            f"{'validation' if sample else 'training'} split; give more text or shorter windows"
+        )
+    targets = np.concatenate([window["input_ids"][1:] for window in held_out])
+    seen = np.concatenate([window["input_ids"] for window in sample])
+    return RunText(
+        train=windows("train", None, isolate_documents=data.isolate_documents),
+        validation=held_out,
+        unigram_loss=unigram_cross_entropy(seen, targets, vocab_size),
+        bytes_per_token=None,
+    )
+
+
 def read_windows(data: DataRecipe, tokenizer: PreTrainedTokenizerFast) -> tuple[PackedTokens, PackedTokens]:
     """Return the training and the validation windows of all sources together."""
     parts = [
@@ -470,6 +543,7 @@ def read_windows(data: DataRecipe, tokenizer: PreTrainedTokenizerFast) -> tuple[
             tokenizer,
             data.seq_len,
             cache_dir=data.cache_dir,
+            isolate_documents=data.isolate_documents and split == "train",
         )
         for split in ("train", "validation")
     )
