@@ -17,6 +17,7 @@ __all__ = [
     "LoopformersError",
     "MissingExtraError",
     "NonFiniteError",
+    "check_count",
     "unknown_name",
 ]
 
@@ -47,6 +48,12 @@ class NonFiniteError(LoopformersError, ArithmeticError):
 
 class MissingExtraError(LoopformersError, ImportError):
     """A feature needs an optional dependency that is not installed."""
+
+
+def check_count(name: str, value: object, *, at_least: int = 1) -> None:
+    """Raise ConfigError unless a value is a whole number of at least `at_least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigError(f"{name}={value!r} must be a whole number of at least {at_least}")
 
 
 def unknown_name(what: str, value: object, allowed: Iterable[str]) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 
 from loopformers.data.package_formats import FORMATS
 from loopformers.errors import ConfigError, DataError, unknown_name
+from loopformers.files import write_whole
 
 __all__ = ["DEFAULT_PACKAGES", "RECIPES", "BuiltPackage", "Progress", "Recipe", "build_corpus"]
 
@@ -370,8 +371,4 @@ def _is_there(folder: Path, package: BuiltPackage) -> bool:
 
 def _write_manifest(folder: Path, built: dict[str, BuiltPackage]) -> None:
     totals = {name: sum(getattr(package, name) for package in built.values()) for name in ("documents", "characters")}
-    aside = folder / f".{MANIFEST}.partial"
-    aside.write_text(
-        json.dumps({**totals, "packages": [asdict(p) for p in built.values()]}, indent=1), encoding="utf-8"
-    )
-    os.replace(aside, folder / MANIFEST)
+    write_whole(folder / MANIFEST, json.dumps({**totals, "packages": [asdict(p) for p in built.values()]}, indent=1))

@@ -146,6 +146,10 @@ class PackedTokens:
         """(num_dropped_tokens,) the tail that fills no window, a view of the stream."""
         return self.stream.tokens[self.num_windows * self.seq_len :]
 
+    def spread(self, count: int) -> list[int]:
+        """Return the indices of at most `count` windows, spread evenly from the first to the last."""
+        return [int(i) for i in np.linspace(0, len(self) - 1, min(count, len(self))).astype(int)]
+
     def __len__(self) -> int:
         return self.num_windows
 

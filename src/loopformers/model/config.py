@@ -288,9 +288,11 @@ class LoopConfig(Costs, PreTrainedConfig):
     @property
     def law(self) -> Law:
         """How the objective draws what a microbatch runs."""
-        if self.objective != "shortcut_consistency":
-            return Fixed(self.num_loops)
-        return ShortTrajectory(self.num_loops, self.short_sampler, passes_only=not self.understands_time)
+        return Fixed(self.num_loops) if self.objective != "shortcut_consistency" else self.short_law(self.num_loops)
+
+    def short_law(self, num_loops: int) -> ShortTrajectory:
+        """Return how short trajectories beside a long one of `num_loops` are drawn."""
+        return ShortTrajectory(num_loops, self.short_sampler, passes_only=not self.understands_time)
 
     def window(self, stage: Stage, layer_idx: int) -> int | None:
         """Return the sliding window of a layer in tokens, or None for full attention."""

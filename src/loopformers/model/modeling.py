@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from loopformers.errors import CacheError, CheckpointError, ConfigError
-from loopformers.laws import LoopPlan, ShortTrajectory
+from loopformers.laws import LoopPlan
 from loopformers.model.cache import LoopedCache
 from loopformers.model.config import LoopConfig
 from loopformers.model.transformers_range import CACHE_NAME
@@ -749,8 +749,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         self._draw = (step, microbatch + 1)
         if long.num_loops < 2:
             return None
-        law = ShortTrajectory(long.num_loops, config.short_sampler, passes_only=not config.understands_time)
-        return law.plan(seed=config.loop_seed, step=step, microbatch=microbatch).short
+        return config.short_law(long.num_loops).plan(seed=config.loop_seed, step=step, microbatch=microbatch).short
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loopformers.errors import ConfigError
+from loopformers.errors import ConfigError, check_count
 from loopformers.files import write_whole
 from loopformers.studies.workers import Emit, Failed, TaskEvent, run_tasks
 from loopformers.training.step_log import METRICS_FILE, StepLog
@@ -304,9 +304,3 @@ def read_records(folder: Path, system: str) -> list[dict[str, Any]]:
 def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON, whole or not at all."""
     write_whole(path, json.dumps(value, indent=2) + "\n")
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise ConfigError unless a value is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from loopformers.analysis.stability import assess_stability
@@ -106,13 +105,12 @@ def _read_text(settings: QuickstartSettings, cache_dir: Path | None) -> _Text:
     splits = load_splits(settings.source, cache_dir=cache_dir)
     train = pack_documents(splits["train"], tokenizer, settings.seq_len, cache_dir=cache_dir)
     held_out = pack_documents(splits["validation"], tokenizer, settings.seq_len, cache_dir=cache_dir)
-    count = min(settings.num_validation_windows, len(held_out))
-    rows = np.linspace(0, len(held_out) - 1, count).astype(int)
+    rows = held_out.spread(settings.num_validation_windows)
     targets = held_out.windows[rows][:, 1:].ravel()
     return _Text(
         tokenizer=tokenizer,
         train=train,
-        validation=[held_out[int(row)] for row in rows],
+        validation=[held_out[row] for row in rows],
         unigram_loss=unigram_cross_entropy(train.stream.tokens, targets, len(tokenizer)),
         bytes_per_token=bytes_per_token(held_out),
     )

@@ -29,7 +29,7 @@ __all__ = [
 REFERENCE_WIDTH = 768
 """Width d at which embedding and head rates apply unscaled; elsewhere they are multiplied by sqrt(768 / d)."""
 
-LAYER_STACKS = ("layers", "prelude", "prelude_layers", "coda", "coda_layers")
+LAYER_STACKS = ("layers", "prelude", "coda")
 """Names of the module lists whose matrices Muon updates."""
 
 NOT_LAYER_MATRICES = ("modulation", "conditioning")

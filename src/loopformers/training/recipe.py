@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from loopformers.errors import ConfigError, unknown_name
+from loopformers.errors import ConfigError, check_count, unknown_name
 from loopformers.laws import Law
 from loopformers.schedule import Schedule
 
@@ -404,12 +404,6 @@ def check_budgets(budgets: Sequence[int | str], config: LoopConfig) -> tuple[Sch
             config.resolve_schedule(num_loops=int(budget)) if is_count else config.resolve_schedule(schedule=budget)
         )
     return tuple(dict.fromkeys(runs))
-
-
-def check_count(name: str, value: object, *, at_least: int = 1) -> None:
-    """Raise ConfigError unless a value is a whole number of at least `at_least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigError(f"{name}={value!r} must be a whole number of at least {at_least}")
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

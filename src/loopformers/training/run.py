@@ -471,11 +471,11 @@ def read_text(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, vocab_size: in
             f"training.batch_size={recipe.training.batch_size} is more than the {len(train)} windows of data.seq_len="
             f"{recipe.data.seq_len} that the training split holds; give more text, shorter windows or a smaller batch"
         )
-    rows = np.linspace(0, len(held_out) - 1, min(recipe.evaluation.windows, len(held_out))).astype(int)
+    rows = held_out.spread(recipe.evaluation.windows)
     targets = held_out.windows[rows][:, 1:].ravel()
     return RunText(
         train=train,
-        validation=[held_out[int(row)] for row in rows],
+        validation=[held_out[row] for row in rows],
         unigram_loss=unigram_cross_entropy(train.stream.tokens, targets, vocab_size),
         bytes_per_token=bytes_per_token(held_out),
     )
