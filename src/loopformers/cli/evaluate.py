@@ -1,0 +1,24 @@
+"""`loopformers evaluate`: what a model is worth, at every budget."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from loopformers.cli.group import add_subcommands, run_subcommand
+
+__all__ = ["add_arguments", "run"]
+
+SUBCOMMANDS: Mapping[str, tuple[str, str]] = {}
+"""By name: module, and one line for the list."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands and their arguments."""
+    parser.description = "Evaluate models: loss over budgets and schedules, perplexity, tasks of the harness."
+    add_subcommands(parser, "evaluate", SUBCOMMANDS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the chosen subcommand and return its exit code."""
+    return run_subcommand(arguments, "evaluate", SUBCOMMANDS)

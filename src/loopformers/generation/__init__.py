@@ -1,0 +1,1 @@
+"""Exit rules: how many loops a token gets when it is generated."""
