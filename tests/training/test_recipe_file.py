@@ -9,7 +9,17 @@ from loopformers.laws import Fixed, PoissonLogNormal, UniformRange
 from loopformers.studies.quickstart import QuickstartSettings
 from loopformers.training.optimizers import DecayedAdamW, MuonAdamW
 from loopformers.training.recipe import Recipe
-from loopformers.training.recipe_file import dump, find, load, recipe_fields, resolve, save, shipped, type_name
+from loopformers.training.recipe_file import (
+    dump,
+    find,
+    load,
+    override,
+    recipe_fields,
+    resolve,
+    save,
+    shipped,
+    type_name,
+)
 
 
 def write(folder: Path, text: str, name: str = "my.yaml") -> Path:
@@ -194,3 +204,28 @@ def test_every_field_has_words_for_its_type_and_its_meaning() -> None:
         assert "<class" not in type_name(field.type)
         assert "typing" not in type_name(field.type)
         assert field.help
+
+
+def test_fields_of_a_recipe_are_overridden_as_a_later_file_would() -> None:
+    recipe = load("quickstart-flt")
+    changed = override(
+        recipe, {"model.preset": "lt", "training.seed": 4, "evaluation.budgets": [2, 5]}, origin="grid 'mine'"
+    )
+    assert (changed.model.preset, changed.model.overrides) == ("lt", recipe.model.overrides)
+    assert (changed.training.seed, changed.evaluation.budgets) == (4, (2, 5))
+    assert changed.data == recipe.data
+    other = override(recipe, {"optimizer.name": "decayed_adamw", "optimizer.lr": 3e-3}, origin="grid 'mine'")
+    assert other.optimizer == DecayedAdamW(lr=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"model.presett": "lt"}, "grid 'mine': field of model='presett' is not known; did you mean 'preset'"),
+        ({"training.seed": "four"}, "grid 'mine': training.seed='four' must be a whole number"),
+        ({"training.steps": 0}, "training.steps=0 must be a whole number of at least 1"),
+    ],
+)
+def test_an_override_that_is_none_is_refused_by_its_origin(fields: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        override(load("quickstart-flt"), fields, origin="grid 'mine'")

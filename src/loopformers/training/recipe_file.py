@@ -25,7 +25,7 @@ import yaml
 
 from loopformers.errors import ConfigError, unknown_name
 from loopformers.files import write_whole
-from loopformers.training.recipe import CHOICES, DEFAULT_CHOICE, SECTIONS, Recipe, from_fields, to_fields
+from loopformers.training.recipe import CHOICES, DEFAULT_CHOICE, SECTIONS, Recipe, flatten, from_fields, to_fields
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -37,6 +37,7 @@ __all__ = [
     "dump",
     "find",
     "load",
+    "override",
     "recipe_fields",
     "resolve",
     "save",
@@ -120,6 +121,26 @@ def resolve(
     )
     given = _read_arguments(arguments)
     _merge(flat, {k: _typed(k, _split(k, text), f"argument --{k}") for k, text in given.items()})
+    return from_fields(_nested(flat))
+
+
+def override(recipe: Recipe, fields: Mapping[str, Any], *, origin: str) -> Recipe:
+    """Return a recipe with other values of some fields.
+
+    Args:
+        recipe: The recipe.
+        fields: By `section.field`, as in a file; another name in a section with a choice drops what belonged to the earlier
+            one.
+        origin: Where the fields were written, for errors.
+
+    Raises:
+        ConfigError: An unknown field, a value of a wrong type, or one that breaks its rule.
+    """
+    flat, typed = flatten(to_fields(recipe)), {}
+    for key, value in fields.items():
+        _check_known(key, origin)
+        typed[key] = _typed(key, value, origin)
+    _merge(flat, typed)
     return from_fields(_nested(flat))
 
 
