@@ -195,6 +195,8 @@ class LoopedModel(LoopedPreTrainedModel):
 
         x = S(e, h_{i-1});   x = L_n(I_n(x, h_{i-1}); modulation(t_i, Δ_i)) for each layer n;   h_i = C(x)
 
+    Each loop of each run is shown to `observers`, beside the run's own (see `loopformers.analysis.record_loops`).
+
     Args:
         config: A LoopConfig.
     """
@@ -216,6 +218,7 @@ class LoopedModel(LoopedPreTrainedModel):
         self.norm = nn.RMSNorm(d, eps=config.rms_norm_eps, elementwise_affine=config.learned_norms != "none")
         self.gradient_checkpointing = False
         self.num_kept_loops = 0
+        self.observers: list[Observer] = []
         self.post_init()
 
     def loop_start_norm(self, x: Tensor) -> Tensor:
@@ -345,6 +348,13 @@ class LoopedModel(LoopedPreTrainedModel):
                     "a cache under activation checkpointing would be written twice; call with use_cache=False"
                 )
             checkpoint = self._gradient_checkpointing_func
+
+        watching = [*self.observers, *([] if observer is None else [observer])]
+
+        def show(loop_idx: int, residual: Tensor, state: Tensor) -> None:
+            for watcher in watching:
+                watcher(loop_idx, residual, state)
+
         return unroll(
             loop,
             prepared.inputs,
@@ -353,7 +363,7 @@ class LoopedModel(LoopedPreTrainedModel):
             checkpoint=checkpoint,
             num_kept_loops=self.num_kept_loops,
             num_grad_loops=num_grad_loops,
-            observer=observer,
+            observer=show,
         )
 
     def finish(self, state: Tensor, prepared: PreparedInputs, cache: LoopedCache | None = None) -> Tensor:
