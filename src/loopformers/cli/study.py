@@ -1,0 +1,29 @@
+"""`loopformers study`: grids of training runs, and what they show."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from loopformers.cli.group import add_subcommands, run_subcommand
+
+__all__ = ["add_arguments", "run"]
+
+SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
+    "stability": (
+        "loopformers.cli.study_stability",
+        "which looped systems train, at how many loops, and whether their loops are used",
+    ),
+}
+"""By name: module, and one line for the list."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands and their arguments."""
+    parser.description = "Train a grid of systems, loops and seeds, and report what became of them."
+    add_subcommands(parser, "study", SUBCOMMANDS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the chosen subcommand and return its exit code."""
+    return run_subcommand(arguments, "study", SUBCOMMANDS)
