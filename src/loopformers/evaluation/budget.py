@@ -1,25 +1,27 @@
-"""Cross entropy of one model at several budgets: how many loops it needs."""
+"""What one model scores at several budgets: how many loops it needs.
+
+`evaluate_budgets` runs every budget by itself, with nothing but the model's own forward: the reference. `sweep_budgets`
+gives the same numbers in as few loops as the model allows.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from loopformers.errors import ConfigError, DataError
+from loopformers.errors import ConfigError
+from loopformers.evaluation.scoring import IGNORE_INDEX, OnBatch, Tally, score_runs, window_batches
 from loopformers.schedule import Schedule
 
-__all__ = ["Budget", "BudgetResult", "evaluate_budgets"]
+__all__ = ["Budget", "BudgetResult", "evaluate_budgets", "sweep_budgets"]
 
 Budget = int | str | Schedule
 """A number of loops, a schedule, or text that `Schedule.parse` reads."""
-
-IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +42,10 @@ class BudgetResult:
     """Tokens predicted."""
     flops_per_token: float
     """Floating-point operations of a forward, per token of a window."""
+    accuracy: float | None = None
+    """Share of targets that were the most likely token; None in records of older runs."""
+    exact_match: float | None = None
+    """Share of windows whose every target was the most likely token; None in records of older runs."""
 
 
 def evaluate_budgets(
@@ -74,16 +80,43 @@ def evaluate_budgets(
         raise ConfigError("budgets=[] asks for nothing; give at least one number of loops or schedule")
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} must be at least 1")
-    trained_loops = model.config.num_loops
+    runs = [_schedule(budget, model.config.num_loops) for budget in budgets]
     was_training = model.training
     model.eval()
     try:
-        return [
-            _evaluate(model, dataset, _schedule(budget, trained_loops), batch_size, bytes_per_token)
-            for budget in budgets
-        ]
+        return [_result(run, _run_alone(model, dataset, run, batch_size), model, bytes_per_token) for run in runs]
     finally:
         model.train(was_training)
+
+
+def sweep_budgets(
+    model: Any,
+    dataset: Iterable[dict[str, Any]],
+    budgets: Sequence[Budget],
+    *,
+    batch_size: int = 8,
+    bytes_per_token: float | None = None,
+    on_batch: OnBatch | None = None,
+) -> list[BudgetResult]:
+    """`evaluate_budgets`, with the work that budgets have in common done once.
+
+    Loops are shared as `loopformers.evaluation.scoring.shared_runs` says: without conditioning all budgets cost the loops
+    of the deepest; otherwise each costs its own. Embeddings and prelude are always shared, and the head runs where there
+    is a target alone. The dataset is read once.
+
+    Args:
+        model: See `evaluate_budgets`, like the arguments up to `bytes_per_token` and the errors.
+        dataset: See there.
+        budgets: See there.
+        batch_size: See there.
+        bytes_per_token: See there.
+        on_batch: Called after each batch with the number of its windows.
+    """
+    if not budgets:
+        raise ConfigError("budgets=[] asks for nothing; give at least one number of loops or schedule")
+    runs = [model.config.resolve_schedule(schedule=_schedule(budget, model.config.num_loops)) for budget in budgets]
+    tallies = score_runs(model, dataset, runs, batch_size=batch_size, on_batch=on_batch)
+    return [_result(run, tally, model, bytes_per_token) for run, tally in zip(runs, tallies, strict=True)]
 
 
 def _schedule(budget: Budget, trained_loops: int) -> Schedule:
@@ -92,51 +125,40 @@ def _schedule(budget: Budget, trained_loops: int) -> Schedule:
     return Schedule.parse(budget, num_loops=None, grid=trained_loops)
 
 
-@torch.no_grad()
-def _evaluate(
-    model: Any, dataset: Iterable[dict[str, Any]], schedule: Schedule, batch_size: int, bytes_per_token: float | None
-) -> BudgetResult:
-    nats, num_targets, num_tokens, flops = 0.0, 0, 0, 0.0
-    for input_ids, labels in _batches(dataset, batch_size):
-        input_ids, labels = input_ids.to(model.device), labels.to(model.device)
-        logits = model(input_ids, schedule=schedule, use_cache=False).logits
-        targets = labels[:, 1:].flatten()
-        # A batch is summed in float32 by the kernel and over batches in Python's float64.
-        nats += F.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORE_INDEX, reduction="sum"
-        ).item()
-        num_targets += int((targets != IGNORE_INDEX).sum())
-        num_tokens += input_ids.numel()
-        flops += input_ids.numel() * model.config.flops_per_token(schedule=schedule, seq_len=input_ids.shape[1])
-    if num_targets == 0:
-        raise DataError(
-            "the dataset holds no target to predict; give windows of at least two tokens, not all labelled -100"
-        )
-    loss = nats / num_targets
+def _result(run: Schedule, tally: Tally, model: Any, bytes_per_token: float | None) -> BudgetResult:
+    loss = tally.loss
     return BudgetResult(
-        num_loops=schedule.num_loops,
-        schedule=str(schedule),
+        num_loops=run.num_loops,
+        schedule=str(run),
         loss=loss,
-        perplexity=math.exp(loss) if loss < 700 else math.inf,
+        perplexity=tally.perplexity,
         bits_per_byte=None if bytes_per_token is None else loss / (math.log(2) * bytes_per_token),
-        num_targets=num_targets,
-        flops_per_token=flops / num_tokens,
+        num_targets=tally.num_targets,
+        flops_per_token=tally.flops_per_token(
+            lambda length: model.config.flops_per_token(schedule=run, seq_len=length)
+        ),
+        accuracy=tally.accuracy,
+        exact_match=tally.exact_match,
     )
 
 
-def _batches(dataset: Iterable[dict[str, Any]], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (input_ids, labels), (batch, seq) each, of windows of one length."""
-    batch: list[tuple[Tensor, Tensor]] = []
-    for window in dataset:
-        ids = torch.as_tensor(window["input_ids"])
-        labels = torch.as_tensor(window.get("labels", ids))
-        if batch and (len(batch) == batch_size or len(ids) != len(batch[0][0])):
-            yield _stack(batch)
-            batch = []
-        batch.append((ids, labels))
-    if batch:
-        yield _stack(batch)
-
-
-def _stack(batch: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    return torch.stack([ids for ids, _ in batch]), torch.stack([labels for _, labels in batch])
+@torch.no_grad()
+def _run_alone(model: Any, dataset: Iterable[dict[str, Any]], run: Schedule, batch_size: int) -> Tally:
+    """Score one run by the model's forward, written out."""
+    tally = Tally()
+    for input_ids, labels in window_batches(dataset, batch_size):
+        input_ids, labels = input_ids.to(model.device), labels.to(model.device)
+        logits = model(input_ids, schedule=run, use_cache=False).logits[:, :-1]
+        targets = labels[:, 1:]
+        is_target = targets != IGNORE_INDEX
+        # A batch is summed in float32 by the kernel and over batches in Python's float64.
+        tally.nats += F.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        ).item()
+        is_right = (logits.argmax(dim=-1) == targets) & is_target
+        tally.num_targets += int(is_target.sum())
+        tally.num_right += int(is_right.sum())
+        tally.num_windows += int(is_target.any(dim=1).sum())
+        tally.num_whole += int(((is_right | ~is_target).all(dim=1) & is_target.any(dim=1)).sum())
+        tally.tokens_by_length[input_ids.shape[1]] += input_ids.numel()
+    return tally

@@ -22,6 +22,9 @@ class Stream(nn.Module):
         norm: Norm at the start of a loop; the identity in models that chain raw states.
     """
 
+    uses_step_size = False
+    """Whether `restart` depends on the step size. Where it does not, runs of other step sizes may share their loops."""
+
     def __init__(self, hidden_size: int, norm: Norm) -> None:
         super().__init__()
         self.norm = norm

@@ -1,0 +1,122 @@
+"""The arguments that say which text a model is scored on, shared by the commands that evaluate."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopformers.errors import ConfigError, check_count
+
+if TYPE_CHECKING:
+    from loopformers.evaluation.text import ScoredText
+    from loopformers.model.config import LoopConfig
+
+__all__ = ["add_text_arguments", "check_results_folder", "check_tokenizer", "label_models", "read_scored_text"]
+
+
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare `--data` and what goes with it."""
+    group = parser.add_argument_group("what is scored")
+    group.add_argument(
+        "--data",
+        default="bundled",
+        metavar="SOURCE",
+        help="text: bundled, a file, a folder or a datasets name (default: %(default)s)",
+    )
+    group.add_argument(
+        "--split", default="validation", help="of it: train, validation, test, or all (default: %(default)s)"
+    )
+    group.add_argument(
+        "--split-by",
+        choices=("document", "tail"),
+        default="document",
+        help="as in the recipe that trained the model: tail cuts each document in three (default: %(default)s)",
+    )
+    group.add_argument(
+        "--windows", type=int, default=256, metavar="N", help="at most so many, spread over it (default: %(default)s)"
+    )
+    group.add_argument(
+        "--seq-len", type=int, metavar="N", help="tokens in a window (default: the shortest max_position_embeddings)"
+    )
+    group.add_argument(
+        "--batch-size", type=int, default=8, metavar="B", help="windows at a time (default: %(default)s)"
+    )
+    group.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: MODEL)")
+
+
+def read_scored_text(arguments: argparse.Namespace, configs: Mapping[str, LoopConfig]) -> dict[str, ScoredText]:
+    """Read the text, and cut it into windows of each model's tokens.
+
+    Args:
+        arguments: See `add_text_arguments`.
+        configs: By folder, what the models are.
+
+    Returns:
+        By folder, the windows; models of one tokenizer share theirs.
+
+    Raises:
+        ConfigError: A number below what makes sense, windows beyond learned positions, or a tokenizer of another model.
+        CheckpointError: No tokenizer.
+        DataError: No text, or less than one window.
+    """
+    from loopformers.cli.checkpoint import load_tokenizer
+    from loopformers.data.packing import check_seq_len
+    from loopformers.evaluation.text import read_documents, read_windows
+
+    check_count("--windows", arguments.windows)
+    check_count("--batch-size", arguments.batch_size)
+    seq_len = arguments.seq_len
+    if seq_len is None:
+        seq_len = min(config.max_position_embeddings for config in configs.values())
+    check_seq_len(seq_len)
+    for folder, config in configs.items():
+        if config.position_embedding == "learned" and seq_len > config.max_position_embeddings:
+            raise ConfigError(
+                f"--seq-len {seq_len} is more than the {config.max_position_embeddings} positions that {folder} learned; "
+                "give a smaller one"
+            )
+    tokenizers = {folder: load_tokenizer(arguments.tokenizer or folder) for folder in configs}
+    for folder, tokenizer in tokenizers.items():
+        check_tokenizer(tokenizer, configs[folder].vocab_size, folder)
+    documents = read_documents(arguments.data, arguments.split, split_by=arguments.split_by)
+    return {
+        folder: read_windows(documents, tokenizer, seq_len=seq_len, num_windows=arguments.windows)
+        for folder, tokenizer in tokenizers.items()
+    }
+
+
+def check_tokenizer(tokenizer: Any, vocab_size: int, folder: str) -> None:
+    """Raise ConfigError where a tokenizer has more entries than a model knows."""
+    if len(tokenizer) > vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} entries, and {folder} knows {vocab_size}; give the model's own with "
+            "--tokenizer"
+        )
+
+
+def label_models(folders: list[str]) -> dict[str, str]:
+    """Name each model after its folder, by the whole path where two names are the same.
+
+    Returns:
+        By folder, the name, in order.
+
+    Raises:
+        ConfigError: One folder twice.
+    """
+    if len(set(folders)) < len(folders):
+        twice = next(folder for folder in folders if folders.count(folder) > 1)
+        raise ConfigError(f"{twice} is given twice; give each model once")
+    names = [Path(folder).resolve().name for folder in folders]
+    return {folder: name if names.count(name) == 1 else folder for folder, name in zip(folders, names, strict=True)}
+
+
+def check_results_folder(folder: Path | None, names: tuple[str, ...]) -> None:
+    """Raise ConfigError where a folder for results holds one of them already: nothing is overwritten."""
+    for name in names if folder is not None else ():
+        assert folder is not None
+        if (folder / name).exists():
+            raise ConfigError(f"--output-dir {folder} holds {name} already; give another folder")
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--output-dir {folder} is a file; give a folder")

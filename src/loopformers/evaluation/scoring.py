@@ -1,0 +1,245 @@
+"""Sums over targets: what a model makes of windows, along several runs that share what they can.
+
+The first loops of a deep run are the whole of a shallow one, where loops are told nothing that differs: a model without
+conditioning is scored at every budget in one pass through its deepest run. `shared_runs` says which runs those are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loopformers.errors import DataError, check_count
+from loopformers.schedule import Schedule
+
+if TYPE_CHECKING:
+    from loopformers.model.modeling import LoopedForCausalLM, PreparedInputs
+    from loopformers.recurrence.unroll import Observer
+
+__all__ = ["IGNORE_INDEX", "OnBatch", "Tally", "score_outside", "score_runs", "shared_runs", "window_batches"]
+
+IGNORE_INDEX = -100
+"""transformers' label where nothing is predicted."""
+
+CHUNK_TARGETS = 2048
+"""Targets whose logits are held at once: vocabularies are large."""
+
+OnBatch = Callable[[int], None]
+"""Called after each batch with the number of its windows."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the targets of one run. Means are quotients of sums, so no batch weighs more than its targets."""
+
+    nats: float = 0.0
+    """Cross entropy, summed in float64."""
+    num_targets: int = 0
+    """Tokens predicted."""
+    num_right: int = 0
+    """Of these, the most likely one was right."""
+    num_windows: int = 0
+    """Windows with a target."""
+    num_whole: int = 0
+    """Of these, every target was right."""
+    tokens_by_length: Counter[int] = field(default_factory=Counter)
+    """Tokens run, by length of their window."""
+
+    @property
+    def loss(self) -> float:
+        """Nats per target.
+
+        Raises:
+            DataError: There was no target.
+        """
+        if self.num_targets == 0:
+            raise DataError(
+                "the dataset holds no target to predict; give windows of at least two tokens, not all labelled -100"
+            )
+        return self.nats / self.num_targets
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinity where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def accuracy(self) -> float:
+        """Share of targets that were the most likely token."""
+        return self.num_right / max(self.num_targets, 1)
+
+    @property
+    def exact_match(self) -> float:
+        """Share of windows whose every target was the most likely token."""
+        return self.num_whole / max(self.num_windows, 1)
+
+    def flops_per_token(self, flops: Callable[[int], float]) -> float:
+        """Return the mean over all tokens run of `flops(length of the window)`."""
+        total = sum(count * flops(length) for length, count in self.tokens_by_length.items())
+        return total / max(sum(self.tokens_by_length.values()), 1)
+
+    def add(self, predictions: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor]) -> None:
+        """Score one batch.
+
+        Args:
+            predictions: What the head turns into logits, at each position for the token behind it, (batch, seq, dim).
+            labels: Tokens, not shifted, -100 where there is no target, (batch, seq).
+            head: Maps (targets, dim) to logits (targets, vocab); it is run where there is a target, and nowhere else.
+        """
+        rows, columns = (labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
+        hidden, targets = predictions[rows, columns], labels[rows, columns + 1]
+        nats = torch.zeros((), dtype=torch.float64, device=labels.device)
+        wrong = []
+        for start in range(0, len(targets), CHUNK_TARGETS):
+            part = targets[start : start + CHUNK_TARGETS]
+            logits = head(hidden[start : start + CHUNK_TARGETS])
+            logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+            nats += F.cross_entropy(logits, part, reduction="none").double().sum()
+            wrong.append(logits.argmax(dim=-1) != part)
+        missed = torch.cat(wrong) if wrong else torch.zeros(0, dtype=torch.bool, device=labels.device)
+        self.nats += nats.item()
+        self.num_targets += len(targets)
+        self.num_right += len(targets) - int(missed.sum())
+        windows = len(rows.unique())
+        self.num_windows += windows
+        self.num_whole += windows - len(rows[missed].unique())
+        self.tokens_by_length[labels.shape[1]] += labels.numel()
+
+
+def shared_runs(model: LoopedForCausalLM, runs: Sequence[Schedule]) -> list[list[int]]:
+    """Group runs that one pass computes: the runs of a group are the first loops of its first, the deepest.
+
+    Two loops compute the same from the same state when they are told the same: nothing, their index, their time, or
+    their time and step size. So all runs of a model without conditioning make one group, and no two of a model that is
+    told its step size do, as step sizes sum to 1.
+
+    Args:
+        model: The model.
+        runs: Schedules, equal ones included.
+
+    Returns:
+        Indices of `runs`, each in one group.
+    """
+    told = [_told(model, run) for run in runs]
+    groups: list[list[int]] = []
+    for index in sorted(range(len(runs)), key=lambda i: -runs[i].num_loops):
+        depth = runs[index].num_loops
+        for group in groups:
+            if told[group[0]][:depth] == told[index]:
+                group.append(index)
+                break
+        else:
+            groups.append([index])
+    return groups
+
+
+def _told(model: LoopedForCausalLM, run: Schedule) -> tuple[Any, ...]:
+    """What a loop of a run depends on beside the state that enters it."""
+    kind = model.config.conditioning
+    if kind == "time_and_step" or model.model.stream.uses_step_size:
+        return tuple(zip(run.times, run.step_sizes, strict=True))
+    return run.times if kind == "time" else tuple(range(run.num_loops))
+
+
+@torch.no_grad()
+def score_runs(
+    model: LoopedForCausalLM,
+    windows: Iterable[dict[str, Any]],
+    runs: Sequence[Schedule],
+    *,
+    batch_size: int = 8,
+    on_batch: OnBatch | None = None,
+) -> list[Tally]:
+    """Score windows along several runs, reading them once.
+
+    All runs share embeddings and prelude; runs of one group of `shared_runs` share their loops. No more than one batch
+    of states is held at a time. The model is put in evaluation mode and back.
+
+    Args:
+        model: The model.
+        windows: `input_ids` (seq,) and, optionally, unshifted `labels` (seq,), -100 where not scored.
+        runs: Schedules that the model can run, at least one.
+        batch_size: Windows a forward; neighbours of unequal length are never put together, so nothing is padded.
+        on_batch: Called after each batch.
+
+    Returns:
+        One tally a run, in order.
+
+    Raises:
+        ConfigError: A batch size below 1, or positions that the model has not.
+    """
+    check_count("batch_size", batch_size)
+    tallies = [Tally() for _ in runs]
+    groups = shared_runs(model, runs)
+    trunk, was_training = model.model, model.training
+    model.eval()
+    try:
+        for ids, labels in window_batches(windows, batch_size):
+            ids, labels = ids.to(model.device), labels.to(model.device)
+            prepared = trunk.prepare(ids, None, None, None, None, runs[0])
+            for group in groups:
+                ends = [(runs[index].num_loops, tallies[index]) for index in group]
+                trunk.run(prepared, runs[group[0]], observer=_scorer(model, prepared, labels, ends))
+            if on_batch is not None:
+                on_batch(len(ids))
+    finally:
+        model.train(was_training)
+    return tallies
+
+
+def _scorer(
+    model: LoopedForCausalLM, prepared: PreparedInputs, labels: Tensor, ends: Sequence[tuple[int, Tally]]
+) -> Observer:
+    """Return an observer of a run that scores each run that ends on its way: `ends` has (loops, tally) of each."""
+
+    def observe(loop_idx: int, residual: Tensor, state: Tensor) -> None:
+        for num_loops, tally in ends:
+            if num_loops == loop_idx + 1:
+                tally.add(model.model.finish(state, prepared), labels, model.head)
+
+    return observe
+
+
+@torch.no_grad()
+def score_outside(
+    model: Any, windows: Iterable[dict[str, Any]], *, batch_size: int = 8, on_batch: OnBatch | None = None
+) -> Tally:
+    """Score windows by any causal language model of transformers. See `score_runs`."""
+    check_count("batch_size", batch_size)
+    tally = Tally()
+    was_training = model.training
+    model.eval()
+    try:
+        for ids, labels in window_batches(windows, batch_size):
+            logits = model(input_ids=ids.to(model.device), use_cache=False).logits
+            tally.add(logits, labels.to(logits.device), lambda logits: logits)
+            if on_batch is not None:
+                on_batch(len(ids))
+    finally:
+        model.train(was_training)
+    return tally
+
+
+def window_batches(windows: Iterable[dict[str, Any]], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (input_ids, labels), (batch, seq) each, of neighbouring windows of one length."""
+    batch: list[tuple[Tensor, Tensor]] = []
+    for window in windows:
+        ids = torch.as_tensor(window["input_ids"])
+        labels = torch.as_tensor(window.get("labels", ids))
+        if batch and (len(batch) == batch_size or len(ids) != len(batch[0][0])):
+            yield _stack(batch)
+            batch = []
+        batch.append((ids, labels))
+    if batch:
+        yield _stack(batch)
+
+
+def _stack(batch: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.stack([ids for ids, _ in batch]), torch.stack([labels for _, labels in batch])

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from loopformers import ConfigError, LoopedForCausalLM, Schedule
+from loopformers.evaluation.budget import evaluate_budgets, sweep_budgets
+from loopformers.evaluation.scoring import score_outside, score_runs, shared_runs
+from loopformers.model.presets import PRESETS
+from loopformers.testing import tiny_model
+
+UNCONDITIONED = [name for name, fields in PRESETS.items() if fields.get("conditioning", "none") == "none"]
+
+
+def windows(lengths: tuple[int, ...] = (7, 7, 7, 5, 7)) -> list[dict[str, torch.Tensor]]:
+    """Windows of unequal lengths, with ever fewer targets, and one without any."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for i, length in enumerate(lengths):
+        ids = torch.randint(61, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: 2 * i] = -100
+        rows.append({"input_ids": ids, "labels": labels})
+    return rows
+
+
+@contextmanager
+def layer_calls(model: LoopedForCausalLM) -> Iterator[list[int]]:
+    calls: list[int] = []
+    hooks = [layer.register_forward_hook(lambda *_, i=i: calls.append(i)) for i, layer in enumerate(model.model.layers)]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("extra", [{}, {"num_prelude_layers": 1, "num_coda_layers": 1}], ids=["plain", "prelude-coda"])
+def test_a_sweep_equals_the_reference_that_runs_every_budget_by_itself(preset: str, extra: dict[str, int]) -> None:
+    model = tiny_model(preset, num_loops=4, **extra).double().train()
+    budgets: list[Any] = [1, 2, 3, 4, 6, 2]
+    if model.config.understands_time:
+        budgets += ["coarse-first:3", "1/2,1/4,1/4", "1/2,1/2"]
+    expected = evaluate_budgets(model, windows(), budgets, batch_size=2, bytes_per_token=3.5)
+    for batch_size in (1, 3):
+        found = sweep_budgets(model, windows(), budgets, batch_size=batch_size, bytes_per_token=3.5)
+        assert model.training
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)  # the reference rounds logits to float32
+            assert ours.bits_per_byte == pytest.approx(theirs.bits_per_byte, rel=1e-6)
+            assert (ours.num_loops, ours.schedule, ours.num_targets) == (
+                theirs.num_loops,
+                theirs.schedule,
+                theirs.num_targets,
+            )
+            assert (ours.accuracy, ours.exact_match) == (theirs.accuracy, theirs.exact_match)
+            assert ours.flops_per_token == pytest.approx(theirs.flops_per_token)
+    assert len({result.loss for result in expected}) > 3
+
+
+@pytest.mark.parametrize("preset", [*UNCONDITIONED, "tmlt"])
+def test_all_budgets_cost_the_layers_of_the_deepest_where_loops_are_told_nothing_of_time(preset: str) -> None:
+    model = tiny_model(preset, num_loops=6)
+    with layer_calls(model) as calls:
+        sweep_budgets(model, windows((7, 7)), range(1, 7))
+    assert len(calls) == 6 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("preset", UNCONDITIONED)
+def test_all_budgets_cost_at_most_thirteen_tenths_of_the_deepest_in_counted_operations(preset: str) -> None:
+    """The head, which no two budgets share, is what is above 1: here it is a seventh of a loop."""
+    model = tiny_model(preset, num_loops=6)
+
+    def operations(budgets: list[int]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            sweep_budgets(model, [{"input_ids": torch.arange(17)}] * 2, budgets, batch_size=2)
+        return int(counter.get_total_flops())
+
+    deepest = operations([6])
+    assert deepest < operations([1, 2, 3, 4, 5, 6]) <= 1.3 * deepest
+
+
+@pytest.mark.parametrize("preset", ["loopformer", "elastic-flt"])
+def test_a_model_that_knows_its_step_size_costs_no_more_than_the_sum(preset: str) -> None:
+    model = tiny_model(preset, num_loops=4, num_prelude_layers=1)
+    with layer_calls(model) as calls:
+        sweep_budgets(model, windows((7, 7)), [1, 2, 4])
+    assert len(calls) == (1 + 2 + 4) * model.config.num_hidden_layers
+
+    def operations(budgets: list[int]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            sweep_budgets(model, windows((17, 17)), budgets)
+        return int(counter.get_total_flops())
+
+    assert operations([1, 2, 4]) < sum(operations([budget]) for budget in (1, 2, 4))
+
+
+def test_a_model_that_is_told_its_time_alone_shares_the_runs_that_start_alike() -> None:
+    model = tiny_model("tmlt", conditioning="time", num_loops=4)
+    runs = [model.config.resolve_schedule(schedule=text) for text in ("1/2,1/2", "1/2,1/4,1/4", "1/4,3/4", "1/1")]
+    assert shared_runs(model, runs) == [[1, 0, 3], [2]]
+
+
+def test_runs_of_a_stream_that_uses_step_sizes_share_nothing() -> None:
+    model = tiny_model("lt", num_loops=4)
+    runs = [Schedule.uniform(m) for m in (1, 2, 4)]
+    assert shared_runs(model, runs) == [[2, 1, 0]]
+    model.model.stream.uses_step_size = True
+    assert shared_runs(model, runs) == [[2], [1], [0]]
+
+
+def test_the_head_runs_where_there_is_a_target_and_nowhere_else() -> None:
+    model = tiny_model("lt", num_loops=2)
+    seen: list[int] = []
+    model.lm_head.register_forward_hook(lambda module, args, out: seen.append(args[0].numel() // args[0].shape[-1]))
+    (tally,) = score_runs(model, windows(), [Schedule.uniform(2)], batch_size=2)
+    assert sum(seen) == tally.num_targets < sum(len(w["input_ids"]) - 1 for w in windows())
+
+
+def test_sums_do_not_depend_on_how_many_targets_are_scored_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("flt").double()
+    (whole,) = score_runs(model, windows(), [Schedule.uniform(3)])
+    monkeypatch.setattr("loopformers.evaluation.scoring.CHUNK_TARGETS", 2)
+    (chunked,) = score_runs(model, windows(), [Schedule.uniform(3)])
+    assert chunked.nats == pytest.approx(whole.nats, rel=1e-12)
+    assert (chunked.num_right, chunked.num_whole) == (whole.num_right, whole.num_whole)
+
+
+def test_exact_match_counts_windows_whose_every_target_is_right() -> None:
+    model = tiny_model("flt", num_loops=2)
+    rows = windows((9, 9, 9))
+    with torch.no_grad():
+        for row in rows:
+            best = model(row["input_ids"][None], num_loops=2).logits[0].argmax(dim=-1)
+            row["labels"] = torch.full((9,), -100)
+            row["labels"][4:7] = best[3:6]
+    rows[1]["labels"][5] = (rows[1]["labels"][5] + 1) % 61
+    rows[2]["labels"][:] = -100
+    (tally,) = score_runs(model, rows, [Schedule.uniform(2)])
+    assert (tally.num_targets, tally.num_right, tally.num_windows, tally.num_whole) == (6, 5, 2, 1)
+    assert (tally.accuracy, tally.exact_match) == (5 / 6, 1 / 2)
+
+
+def test_an_outside_model_is_scored_like_ours() -> None:
+    model = tiny_model("flt").double()
+    (ours,) = score_runs(model, windows(), [model.config.resolve_schedule()])
+    theirs = score_outside(model, windows())
+    assert theirs.nats == pytest.approx(ours.nats, rel=1e-12)
+    assert (theirs.num_targets, theirs.num_right) == (ours.num_targets, ours.num_right)
+
+
+def test_batches_are_reported_and_bad_sizes_refused() -> None:
+    model, seen = tiny_model("lt"), []
+    score_runs(model, windows(), [Schedule.uniform(1)], batch_size=2, on_batch=seen.append)
+    assert seen == [2, 1, 1, 1]
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        score_runs(model, windows(), [Schedule.uniform(1)], batch_size=0)
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        score_outside(model, windows(), batch_size=0)
+    with pytest.raises(ConfigError, match="budgets="):
+        sweep_budgets(model, windows(), [])
+    with pytest.raises(ConfigError, match="unequal steps"):
+        sweep_budgets(model, windows(), ["1/2,1/4,1/4"])
+    assert math.isinf(type(score_outside(model, windows()))(nats=1e4, num_targets=1).perplexity)
