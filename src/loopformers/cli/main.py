@@ -52,6 +52,7 @@ COMMANDS: Mapping[str, Command] = {
     "info": Command("loopformers.cli.info", "parameters, FLOPs and cache bytes of a model, by number of loops"),
     "generate": Command("loopformers.cli.generate", "continue a text at one or several numbers of loops"),
     "evaluate": Command("loopformers.cli.evaluate", "what models are worth: by budget, schedule, text and task"),
+    "analyze": Command("loopformers.cli.analyze", "what loops do to states, of one model or two side by side"),
     "study": Command("loopformers.cli.study", "grids of training runs, and what they show"),
     "convert": Command(
         "loopformers.cli.convert", "turn an official checkpoint into a folder that from_pretrained opens"
