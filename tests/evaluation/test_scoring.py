@@ -26,7 +26,7 @@ def windows(lengths: tuple[int, ...] = (7, 7, 7, 5, 7)) -> list[dict[str, torch.
         ids = torch.randint(61, (length,), generator=generator)
         labels = ids.clone()
         labels[: 2 * i] = -100
-        rows.append({"input_ids": ids, "labels": labels})
+        rows.append({"input_ids": ids, "labels": labels, "questions": torch.arange(length) // 2})
     return rows
 
 
@@ -133,9 +133,9 @@ def test_sums_do_not_depend_on_how_many_targets_are_scored_together(monkeypatch:
     assert (chunked.num_right, chunked.num_whole) == (whole.num_right, whole.num_whole)
 
 
-def test_exact_match_counts_windows_whose_every_target_is_right() -> None:
+def test_exact_match_counts_questions_whose_every_target_is_right() -> None:
     model = tiny_model("flt", num_loops=2)
-    rows = windows((9, 9, 9))
+    rows = [{"input_ids": window["input_ids"]} for window in windows((9, 9, 9))]
     with torch.no_grad():
         for row in rows:
             best = model(row["input_ids"][None], num_loops=2).logits[0].argmax(dim=-1)
@@ -144,8 +144,12 @@ def test_exact_match_counts_windows_whose_every_target_is_right() -> None:
     rows[1]["labels"][5] = (rows[1]["labels"][5] + 1) % 61
     rows[2]["labels"][:] = -100
     (tally,) = score_runs(model, rows, [Schedule.uniform(2)])
-    assert (tally.num_targets, tally.num_right, tally.num_windows, tally.num_whole) == (6, 5, 2, 1)
+    assert (tally.num_targets, tally.num_right, tally.num_questions, tally.num_whole) == (6, 5, 2, 1)
     assert (tally.accuracy, tally.exact_match) == (5 / 6, 1 / 2)
+    rows[1]["questions"] = rows[0]["questions"] = torch.tensor([-1, -1, -1, -1, 0, 1, 1, -1, -1])
+    rows[2]["questions"] = torch.full((9,), -1)
+    (tally,) = score_runs(model, rows, [Schedule.uniform(2)])
+    assert (tally.num_questions, tally.num_whole) == (4, 3)
 
 
 def test_an_outside_model_is_scored_like_ours() -> None:

@@ -45,7 +45,8 @@ class BudgetResult:
     accuracy: float | None = None
     """Share of targets that were the most likely token; None in records of older runs."""
     exact_match: float | None = None
-    """Share of windows whose every target was the most likely token; None in records of older runs."""
+    """Share of questions whose every target was the most likely token (a window is one, unless it numbers them in
+    `questions`); None in records of older runs."""
 
 
 def evaluate_budgets(
@@ -146,19 +147,21 @@ def _result(run: Schedule, tally: Tally, model: Any, bytes_per_token: float | No
 def _run_alone(model: Any, dataset: Iterable[dict[str, Any]], run: Schedule, batch_size: int) -> Tally:
     """Score one run by the model's forward, written out."""
     tally = Tally()
-    for input_ids, labels in window_batches(dataset, batch_size):
-        input_ids, labels = input_ids.to(model.device), labels.to(model.device)
+    for batch in window_batches(dataset, batch_size):
+        input_ids, targets = batch.input_ids.to(model.device), batch.labels.to(model.device)[:, 1:]
         logits = model(input_ids, schedule=run, use_cache=False).logits[:, :-1]
-        targets = labels[:, 1:]
         is_target = targets != IGNORE_INDEX
         # A batch is summed in float32 by the kernel and over batches in Python's float64.
         tally.nats += F.cross_entropy(
             logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
         ).item()
-        is_right = (logits.argmax(dim=-1) == targets) & is_target
+        is_right = logits.argmax(dim=-1) == targets
         tally.num_targets += int(is_target.sum())
-        tally.num_right += int(is_right.sum())
-        tally.num_windows += int(is_target.any(dim=1).sum())
-        tally.num_whole += int(((is_right | ~is_target).all(dim=1) & is_target.any(dim=1)).sum())
+        tally.num_right += int((is_right & is_target).sum())
+        for row, questions in enumerate(batch.questions[:, 1:]):
+            for question in questions[is_target[row].cpu()].unique():
+                asked = is_target[row] & (questions == question).to(model.device)
+                tally.num_questions += 1
+                tally.num_whole += int(is_right[row, asked].all())
         tally.tokens_by_length[input_ids.shape[1]] += input_ids.numel()
     return tally

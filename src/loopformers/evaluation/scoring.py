@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from loopformers.model.modeling import LoopedForCausalLM, PreparedInputs
     from loopformers.recurrence.unroll import Observer
 
-__all__ = ["IGNORE_INDEX", "OnBatch", "Tally", "score_outside", "score_runs", "shared_runs", "window_batches"]
+__all__ = [
+    "IGNORE_INDEX",
+    "OnBatch",
+    "Tally",
+    "WindowBatch",
+    "score_outside",
+    "score_runs",
+    "shared_runs",
+    "window_batches",
+]
 
 IGNORE_INDEX = -100
 """transformers' label where nothing is predicted."""
@@ -33,6 +42,21 @@ CHUNK_TARGETS = 2048
 
 OnBatch = Callable[[int], None]
 """Called after each batch with the number of its windows."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class WindowBatch:
+    """Windows of one length, (batch, seq) each.
+
+    Attributes:
+        input_ids: Tokens.
+        labels: Targets, not shifted, -100 where there is none.
+        questions: Which question of its window a target belongs to; where windows do not say, all are one.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    questions: Tensor
 
 
 @dataclass(slots=True)
@@ -45,8 +69,8 @@ class Tally:
     """Tokens predicted."""
     num_right: int = 0
     """Of these, the most likely one was right."""
-    num_windows: int = 0
-    """Windows with a target."""
+    num_questions: int = 0
+    """Questions: a window's targets are one, unless it numbers them."""
     num_whole: int = 0
     """Of these, every target was right."""
     tokens_by_length: Counter[int] = field(default_factory=Counter)
@@ -77,25 +101,26 @@ class Tally:
 
     @property
     def exact_match(self) -> float:
-        """Share of windows whose every target was the most likely token."""
-        return self.num_whole / max(self.num_windows, 1)
+        """Share of questions whose every target was the most likely token."""
+        return self.num_whole / max(self.num_questions, 1)
 
     def flops_per_token(self, flops: Callable[[int], float]) -> float:
         """Return the mean over all tokens run of `flops(length of the window)`."""
         total = sum(count * flops(length) for length, count in self.tokens_by_length.items())
         return total / max(sum(self.tokens_by_length.values()), 1)
 
-    def add(self, predictions: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor]) -> None:
+    def add(self, predictions: Tensor, batch: WindowBatch, head: Callable[[Tensor], Tensor]) -> None:
         """Score one batch.
 
         Args:
             predictions: What the head turns into logits, at each position for the token behind it, (batch, seq, dim).
-            labels: Tokens, not shifted, -100 where there is no target, (batch, seq).
+            batch: The windows.
             head: Maps (targets, dim) to logits (targets, vocab); it is run where there is a target, and nowhere else.
         """
+        labels = batch.labels.to(predictions.device)
         rows, columns = (labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
         hidden, targets = predictions[rows, columns], labels[rows, columns + 1]
-        nats = torch.zeros((), dtype=torch.float64, device=labels.device)
+        nats = torch.zeros((), dtype=torch.float64, device=predictions.device)
         wrong = []
         for start in range(0, len(targets), CHUNK_TARGETS):
             part = targets[start : start + CHUNK_TARGETS]
@@ -103,13 +128,14 @@ class Tally:
             logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
             nats += F.cross_entropy(logits, part, reduction="none").double().sum()
             wrong.append(logits.argmax(dim=-1) != part)
-        missed = torch.cat(wrong) if wrong else torch.zeros(0, dtype=torch.bool, device=labels.device)
+        missed = torch.cat(wrong) if wrong else torch.zeros(0, dtype=torch.bool, device=predictions.device)
         self.nats += nats.item()
         self.num_targets += len(targets)
         self.num_right += len(targets) - int(missed.sum())
-        windows = len(rows.unique())
-        self.num_windows += windows
-        self.num_whole += windows - len(rows[missed].unique())
+        questions = torch.stack([rows, batch.questions.to(rows.device)[rows, columns + 1]])
+        num_questions = questions.unique(dim=1).shape[1]
+        self.num_questions += num_questions
+        self.num_whole += num_questions - questions[:, missed].unique(dim=1).shape[1]
         self.tokens_by_length[labels.shape[1]] += labels.numel()
 
 
@@ -151,7 +177,7 @@ def _told(model: LoopedForCausalLM, run: Schedule) -> tuple[Any, ...]:
 @torch.no_grad()
 def score_runs(
     model: LoopedForCausalLM,
-    windows: Iterable[dict[str, Any]],
+    windows: Iterable[Mapping[str, Any]],
     runs: Sequence[Schedule],
     *,
     batch_size: int = 8,
@@ -164,7 +190,8 @@ def score_runs(
 
     Args:
         model: The model.
-        windows: `input_ids` (seq,) and, optionally, unshifted `labels` (seq,), -100 where not scored.
+        windows: `input_ids` (seq,) and, optionally, unshifted `labels` (seq,), -100 where not scored, and `questions`
+            (seq,), which question a target belongs to.
         runs: Schedules that the model can run, at least one.
         batch_size: Windows a forward; neighbours of unequal length are never put together, so nothing is padded.
         on_batch: Called after each batch.
@@ -181,35 +208,34 @@ def score_runs(
     trunk, was_training = model.model, model.training
     model.eval()
     try:
-        for ids, labels in window_batches(windows, batch_size):
-            ids, labels = ids.to(model.device), labels.to(model.device)
-            prepared = trunk.prepare(ids, None, None, None, None, runs[0])
+        for batch in window_batches(windows, batch_size):
+            prepared = trunk.prepare(batch.input_ids.to(model.device), None, None, None, None, runs[0])
             for group in groups:
                 ends = [(runs[index].num_loops, tallies[index]) for index in group]
-                trunk.run(prepared, runs[group[0]], observer=_scorer(model, prepared, labels, ends))
+                trunk.run(prepared, runs[group[0]], observer=_scorer(model, prepared, batch, ends))
             if on_batch is not None:
-                on_batch(len(ids))
+                on_batch(len(batch.input_ids))
     finally:
         model.train(was_training)
     return tallies
 
 
 def _scorer(
-    model: LoopedForCausalLM, prepared: PreparedInputs, labels: Tensor, ends: Sequence[tuple[int, Tally]]
+    model: LoopedForCausalLM, prepared: PreparedInputs, batch: WindowBatch, ends: Sequence[tuple[int, Tally]]
 ) -> Observer:
     """Return an observer of a run that scores each run that ends on its way: `ends` has (loops, tally) of each."""
 
     def observe(loop_idx: int, residual: Tensor, state: Tensor) -> None:
         for num_loops, tally in ends:
             if num_loops == loop_idx + 1:
-                tally.add(model.model.finish(state, prepared), labels, model.head)
+                tally.add(model.model.finish(state, prepared), batch, model.head)
 
     return observe
 
 
 @torch.no_grad()
 def score_outside(
-    model: Any, windows: Iterable[dict[str, Any]], *, batch_size: int = 8, on_batch: OnBatch | None = None
+    model: Any, windows: Iterable[Mapping[str, Any]], *, batch_size: int = 8, on_batch: OnBatch | None = None
 ) -> Tally:
     """Score windows by any causal language model of transformers. See `score_runs`."""
     check_count("batch_size", batch_size)
@@ -217,29 +243,26 @@ def score_outside(
     was_training = model.training
     model.eval()
     try:
-        for ids, labels in window_batches(windows, batch_size):
-            logits = model(input_ids=ids.to(model.device), use_cache=False).logits
-            tally.add(logits, labels.to(logits.device), lambda logits: logits)
+        for batch in window_batches(windows, batch_size):
+            logits = model(input_ids=batch.input_ids.to(model.device), use_cache=False).logits
+            tally.add(logits, batch, lambda logits: logits)
             if on_batch is not None:
-                on_batch(len(ids))
+                on_batch(len(batch.input_ids))
     finally:
         model.train(was_training)
     return tally
 
 
-def window_batches(windows: Iterable[dict[str, Any]], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (input_ids, labels), (batch, seq) each, of neighbouring windows of one length."""
-    batch: list[tuple[Tensor, Tensor]] = []
+def window_batches(windows: Iterable[Mapping[str, Any]], batch_size: int) -> Iterator[WindowBatch]:
+    """Yield neighbouring windows of one length, at most `batch_size` together."""
+    batch: list[tuple[Tensor, Tensor, Tensor]] = []
     for window in windows:
         ids = torch.as_tensor(window["input_ids"])
         labels = torch.as_tensor(window.get("labels", ids))
+        questions = torch.as_tensor(window["questions"]) if "questions" in window else torch.zeros_like(ids)
         if batch and (len(batch) == batch_size or len(ids) != len(batch[0][0])):
-            yield _stack(batch)
+            yield WindowBatch(*map(torch.stack, zip(*batch, strict=True)))
             batch = []
-        batch.append((ids, labels))
+        batch.append((ids, labels, questions))
     if batch:
-        yield _stack(batch)
-
-
-def _stack(batch: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    return torch.stack([ids for ids, _ in batch]), torch.stack([labels for _, labels in batch])
+        yield WindowBatch(*map(torch.stack, zip(*batch, strict=True)))
