@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopformers.cli.console import print_json, print_note, print_table, stderr
+from loopformers.cli.console import print_heading, print_json, print_note, print_table, stderr
 from loopformers.cli.study_bars import StudyBars
 from loopformers.cli.study_cells import cells_table
 from loopformers.errors import ConfigError
@@ -93,8 +93,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def show(study: Study, *, as_json: bool) -> int:
     """Write the report, print what it says, and return the exit code."""
+    from loopformers.studies.stability_report import write_stability_report
+
+    report = write_stability_report(study)
     if as_json:
-        print_json([{k: v for k, v in r.to_json().items() if k not in ("curves", "recipe")} for r in study.results])
+        print_json(report.to_json())
+    else:
+        for name in ("outcomes", "loop-use", "claims"):
+            if name in report.tables and report.tables[name].rows:
+                print_table(report.tables[name])
+        print_heading(report.summary)
+        print_note(f"report: {report.page}\nmodels: {study.folder}/cells/<cell>")
     for failure in study.failures:
         print_note(f"{failure.cell} failed: {failure.error}")
     return 1 if study.failures else 0

@@ -42,6 +42,7 @@ class Picture:
         alt: What the picture shows, for those who do not see it.
         caption: What it means.
         formula: How the shown quantity is computed.
+        wide: Take the whole width of the page: many panels.
 
     Raises:
         ConfigError: Neither SVG nor PNG, or no alternative text.
@@ -51,6 +52,7 @@ class Picture:
     alt: str
     caption: str
     formula: str = ""
+    wide: bool = False
 
     def __post_init__(self) -> None:
         if not self.alt.strip():
@@ -168,8 +170,9 @@ def _gallery(pictures: Sequence[str]) -> list[str]:
 
 def _picture(picture: Picture) -> str:
     formula = f'<span class="formula">{html.escape(picture.formula)}</span>' if picture.formula else ""
+    kind = ' class="wide"' if picture.wide else ""
     return (
-        f'<figure><img src="{picture.data_uri()}" alt="{html.escape(picture.alt)}">'
+        f'<figure{kind}><img src="{picture.data_uri()}" alt="{html.escape(picture.alt)}">'
         f"<figcaption>{html.escape(picture.caption)}{formula}</figcaption></figure>\n"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -292,9 +293,10 @@ class _Figures:
         panels = []
         for model, profile in profiles.items():
             x, y = profile.plane_shares
+            shares = "nothing moves" if math.isnan(x) else f"{x:.0%} and {y:.0%}"
             panels.append(
                 PathPanel(
-                    f"{model}: {x:.0%} and {y:.0%}",
+                    f"{model}: {shares}",
                     [
                         (_schedule_label(run) if len(profile.runs) > 1 else "mean token", run.mean_path)
                         for run in profile.runs

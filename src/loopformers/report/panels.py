@@ -1,0 +1,211 @@
+"""Plots of many panels on the same axes: one panel a system, one line a number of loops, a band for the range over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from loopformers.errors import ConfigError
+from loopformers.report.plots import (
+    MUTED,
+    ResidualMap,
+    _drawable,
+    _edges,
+    _is_positive,
+    _legend,
+    _log_axis,
+    _style,
+    _styles,
+    _ticks,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Axis", "Line", "LinePanel", "plot_line_panels", "plot_map_panels"]
+
+PANEL_INCHES = (3.0, 2.1)
+"""Width and height of a panel."""
+
+MOST_MARKED = 16
+"""Points up to which a line marks each of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One labelled line, with a band from `low` to `high` where they are given. None and what is not finite leaves a gap.
+
+    Args:
+        label: Legend text; it has one colour and line style in all panels.
+        x: Steps, loops or budgets.
+        y: As many values: the median over seeds, or one seed's.
+        low: Least value over seeds; empty: no band.
+        high: Largest value over seeds; empty: no band.
+
+    Raises:
+        ConfigError: Unequal numbers of values.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+
+    def __post_init__(self) -> None:
+        bounds = [len(values) for values in (self.low, self.high) if values]
+        if {len(self.y), *bounds} != {len(self.x)} or len(bounds) == 1:
+            raise ConfigError(
+                f"line {self.label!r} has {len(self.x)} positions, {len(self.y)} values and bands of {bounds}; give equally "
+                "many, and both bounds or none"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinePanel:
+    """The lines of one panel.
+
+    Args:
+        title: Above it.
+        lines: In order.
+    """
+
+    title: str
+    lines: Sequence[Line]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """One of the two axes that all panels share.
+
+    Args:
+        label: What it shows, with its unit.
+        log: Logarithmic.
+        at_values: Ticks at the values themselves: counts of loops.
+        levels: Reference lines across a y axis, from label to value.
+        limits: Where a y axis is cut; None: at the data.
+    """
+
+    label: str
+    log: bool = False
+    at_values: bool = False
+    levels: Mapping[str, float] = field(default_factory=dict)
+    limits: tuple[float, float] | None = None
+
+
+def plot_line_panels(panels: Sequence[LinePanel], *, x: Axis, y: Axis, columns: int = 3) -> Figure:
+    """Draw lines in panels that share both axes, under one legend.
+
+    Args:
+        panels: Row by row.
+        x: Below the panels.
+        y: Beside them.
+        columns: Panels in a row.
+
+    Raises:
+        ConfigError: No panels.
+    """
+    if not panels:
+        raise ConfigError("a figure of 0 panels shows nothing; give at least one")
+    with _style():
+        figure, axes = _grid(len(panels), columns, x.label, y.label, share_y=True)
+        lines = [line for panel in panels for line in panel.lines]
+        styles = _styles([line.label for line in lines])
+        for panel, ax in zip(panels, axes, strict=True):
+            ax.set_title(panel.title)
+            for line in panel.lines:
+                _draw(ax, line, styles[line.label], log=y.log)
+            for label, level in y.levels.items():
+                ax.axhline(level, label=label, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2)
+        positions = [position for line in lines for position in line.x]
+        values = [v for line in lines for v in (*line.y, *line.low, *line.high) if v is not None]
+        if x.log:
+            _log_axis(axes[0], "x", positions)
+        elif x.at_values:
+            from matplotlib.ticker import FixedLocator, MaxNLocator
+
+            distinct = sorted(set(positions))
+            axes[0].xaxis.set_major_locator(
+                FixedLocator(distinct) if len(distinct) <= MOST_MARKED else MaxNLocator(nbins=8, integer=True)
+            )
+        if y.log:
+            _log_axis(axes[0], "y", [*values, *y.levels.values()])
+        if y.limits is not None:
+            axes[0].set_ylim(*y.limits)
+        _legend(figure, axes)
+    return figure
+
+
+def plot_map_panels(maps: Sequence[ResidualMap], *, columns: int = 3) -> Figure:
+    """Draw residual norms by loop and step as heat maps on one logarithmic colour scale and the same axes.
+
+    Raises:
+        ConfigError: No maps, or no positive norm in any of them.
+    """
+    values = [value for m in maps for row in m.norms for value in row if _is_positive(value)]
+    if not values:
+        raise ConfigError(f"{len(maps)} residual maps hold no positive norm, so there is nothing to draw; give records")
+    with _style():
+        import numpy as np
+        from matplotlib.colors import LogNorm
+        from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+        same_depth = len({len(m.norms[0]) for m in maps}) == 1
+        figure, axes = _grid(len(maps), columns, "step (optimiser updates)", "loop", share_y=same_depth)
+        low, high = min(values), max(values)
+        norm = LogNorm(vmin=low, vmax=high if high > low else low * 1.01)
+        image: Any = None
+        for m, ax in zip(maps, axes, strict=True):
+            grid = np.array([[v if _is_positive(v) else math.nan for v in row] for row in m.norms], dtype=float).T
+            image = ax.pcolormesh(
+                _edges(m.steps),
+                np.arange(len(grid) + 1) + 0.5,
+                np.ma.masked_invalid(grid),
+                norm=norm,
+                cmap="cividis",
+                rasterized=True,
+            )
+            ax.set_title(m.label)
+            ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+            ax.grid(visible=False)
+        bar = figure.colorbar(image, ax=axes, label="mean L2 norm of a token", pad=0.02)
+        _ticks(bar.ax.yaxis, values)
+        bar.ax.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+    return figure
+
+
+def _grid(count: int, columns: int, x_label: str, y_label: str, *, share_y: bool) -> tuple[Figure, list[Axes]]:
+    """Return a figure and its first `count` axes; each panel without one below it carries the label of the x axis."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(columns, count)
+    rows = math.ceil(count / columns)
+    width, height = PANEL_INCHES
+    figure = Figure(figsize=(0.7 + width * max(columns, 1.5), 0.8 + height * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(rows, columns, sharex=True, sharey=share_y, squeeze=False).flat)
+    for number, ax in enumerate(axes[:count]):
+        if number % columns == 0:
+            ax.set_ylabel(y_label)
+        if number + columns >= count:
+            ax.set_xlabel(x_label)
+            ax.tick_params(labelbottom=True)
+    for ax in axes[count:]:
+        ax.remove()
+    return figure, axes[:count]
+
+
+def _draw(ax: Axes, line: Line, style: Mapping[str, Any], *, log: bool) -> None:
+    y = [_drawable(value, log) for value in line.y]
+    if line.low:
+        low, high = ([_drawable(value, log) for value in values] for values in (line.low, line.high))
+        if len(line.x) > 1:
+            ax.fill_between(line.x, low, high, color=style["color"], alpha=0.2, linewidth=0)
+        else:
+            ax.vlines(line.x, low, high, color=style["color"], alpha=0.6)
+    marker = style["marker"] if len(line.x) <= MOST_MARKED else ""
+    ax.plot(line.x, y, label=line.label, **{**style, "marker": marker, "linewidth": 1.3})

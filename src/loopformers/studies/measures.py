@@ -1,0 +1,84 @@
+"""Numbers of a cell's result that reports show: each a function from a result to a number, or None where it has none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from loopformers.studies.results import CellResult
+
+__all__ = [
+    "below_unigram",
+    "budget_losses",
+    "exact_match",
+    "last_of",
+    "loss",
+    "loss_at",
+    "measure_of",
+    "replaced_costs",
+    "verdict_step",
+]
+
+
+def loss(result: CellResult) -> float:
+    """Validation loss at T loops, nats per token; infinite for a run that diverged."""
+    value = result.run["loss"]
+    return math.inf if value is None else float(value)
+
+
+def below_unigram(result: CellResult) -> float:
+    """How far the loss is below the unigram level, nats per token."""
+    return float(result.run["unigram_loss"]) - loss(result)
+
+
+def budget_losses(result: CellResult) -> dict[int, float]:
+    """Loss by number of loops run, M; schedules of unequal steps are left out."""
+    return {
+        int(budget["num_loops"]): math.inf if budget["loss"] is None else float(budget["loss"])
+        for budget in sorted(result.run["budgets"], key=lambda budget: budget["num_loops"])
+        if len(set(str(budget["schedule"]).split(","))) == 1
+    }
+
+
+def loss_at(num_loops: int) -> Callable[[CellResult], float | None]:
+    """Return the measure of the loss at M loops."""
+    return lambda result: budget_losses(result).get(num_loops)
+
+
+def exact_match(result: CellResult) -> float | None:
+    """Share of validation windows with every target right, at T loops; None where it was not scored."""
+    at_trained = result.run["budgets"][0] if result.run["budgets"] else {}
+    value = at_trained.get("exact_match")
+    return None if value is None else float(value)
+
+
+def verdict_step(result: CellResult) -> float | None:
+    """Update at which the verdict of the whole run fell during training; None where training judged otherwise."""
+    last = result.verdicts[-1] if result.verdicts else None
+    return float(last["step"]) if last is not None and last["verdict"] == result.run["verdict"] else None
+
+
+def measure_of(group: str, name: str) -> Callable[[CellResult], float | None]:
+    """Return the measure of `gradient_oscillation` (group `oscillation`) or `residual_growth` (`residual`) of that name."""
+
+    def measure(result: CellResult) -> float | None:
+        value = (result.stability.get(group) or {}).get(name)
+        return None if value is None else float(value)
+
+    return measure
+
+
+def replaced_costs(kind: str) -> Callable[[CellResult], float | None]:
+    """Return the measure of what an ablation of the recurrent signal costs, nats per token: `swapped` or `zeroed`."""
+
+    def measure(result: CellResult) -> float | None:
+        use = result.loop_use
+        replaced = use.get(f"{kind}_loss")
+        return None if replaced is None or use["loss"] is None else float(replaced) - float(use["loss"])
+
+    return measure
+
+
+def last_of(values: Sequence[float | None] | None) -> float | None:
+    """Return the last value of a list by loop, or None for an empty one."""
+    return values[-1] if values else None
