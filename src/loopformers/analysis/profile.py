@@ -23,6 +23,9 @@ __all__ = ["LoopMeasures", "ModelProfile", "RunProfile", "profile_model"]
 SAMPLED_TOKENS = 16
 """Tokens whose own way through the loops is kept: the last of each of the first windows."""
 
+NEGLIGIBLE = 1e-7
+"""Movement below this share of a state's norm is rounding: float32 has seven digits."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopMeasures:
@@ -139,8 +142,8 @@ def profile_model(
         sums = [_profile_run(model, windows, run, batch_size, shown, max_bytes, on_batch) for run in schedules]
     finally:
         model.train(was_training)
-    axes, shares = _plane(torch.stack([run.movement for run in sums]).mean(dim=0), sums[0].mean_states)
     scale = max(sums[0].measures[-1].state_norm, torch.finfo(torch.float64).tiny)
+    axes, shares = _plane(torch.stack([run.movement for run in sums]).mean(dim=0), sums[0].mean_states, scale)
 
     def path(states: Tensor, origin: Tensor) -> tuple[tuple[float, float], ...]:
         return tuple((float(x), float(y)) for x, y in ((states - origin) @ axes / scale).tolist())
@@ -296,16 +299,17 @@ def _run(
     prepared = core.prepare(ids, None, positions, None, None, run)
     states: list[Tensor] = []
     core.run(prepared, run, observer=lambda loop_idx, residual, state: states.append(state))
-    return states, lambda state: model.head(core.finish(state, prepared)).float()
+    return states, lambda state: model.head(core.finish(state, prepared))
 
 
-def _plane(movement: Tensor, mean_states: Tensor) -> tuple[Tensor, tuple[float, float]]:
+def _plane(movement: Tensor, mean_states: Tensor, scale: float) -> tuple[Tensor, tuple[float, float]]:
     """Return the two directions of most movement, (dim, 2), turned so that the mean path ends up right, and their shares."""
     values, vectors = torch.linalg.eigh(movement)
     axes = vectors[:, [-1, -2]]
     end = (mean_states[-1] - mean_states[0]) @ axes
     total = float(values.clamp(min=0).sum())
-    first, second = (float(value) / total if total > 0 else math.nan for value in values[[-1, -2]])
+    moves = total > (NEGLIGIBLE * scale) ** 2
+    first, second = (float(value) / total if moves else math.nan for value in values[[-1, -2]])
     return axes * torch.where(end < 0, -1.0, 1.0), (first, second)
 
 

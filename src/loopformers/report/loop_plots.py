@@ -266,7 +266,8 @@ def _grid(rows: int, columns: int, *, height: float, share: bool = False) -> tup
 def _square(paths: Sequence[Path]) -> dict[str, tuple[float, float]]:
     """Limits of both axes, of equal length, that hold all points with a margin."""
     spans = [(min(values), max(values)) for values in zip(*(point for path in paths for point in path), strict=True)]
-    half = 0.55 * max(high - low for low, high in spans) or 0.5
+    span = max(high - low for low, high in spans)
+    half = 0.55 * span if span > 1e-6 else 0.5
     (x, y) = ((low + high) / 2 for low, high in spans)
     return {"xlim": (x - half, x + half), "ylim": (y - half, y + half)}
 
