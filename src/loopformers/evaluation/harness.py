@@ -1,0 +1,321 @@
+"""lm-evaluation-harness runs our models: the harness's `LM`, with a number of loops, a schedule or an exit rule.
+
+A subclass of the harness's own `HFLM`, which keeps its tokenisation, rolling windows, stop strings and chat templates, so
+that a prompt here is a prompt there. What differs:
+
+- the model runs along a schedule, in scoring and in generation;
+- choices of one question share the cache of their context: the context runs once, not once a choice. The cache of a looped
+  model is exact, so the scores are those of whole sequences (up to rounding). Other models run whole sequences;
+- logits are made for continuations alone, and summed in float64;
+- requests that are too long are counted as they are cut (the harness cuts them on the left and keeps only a log line).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+
+from loopformers.errors import ConfigError, DataError, check_count
+from loopformers.evaluation.models import check_tokenizer, is_looped, load_any_model
+from loopformers.schedule import Schedule
+
+__all__ = ["MODEL_NAME", "LoopformersLM", "register"]
+
+MODEL_NAME = "loopformers"
+"""What the harness knows the class by: `--model loopformers`."""
+
+
+def register() -> None:
+    """Enter the class into the harness's registry of models."""
+    from lm_eval.api.registry import model_registry
+
+    if MODEL_NAME not in model_registry:
+        model_registry.register(MODEL_NAME, target=LoopformersLM)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One continuation to score."""
+
+    index: int
+    """Of its request."""
+    context: tuple[int, ...]
+    """Tokens before it, at least one."""
+    continuation: tuple[int, ...]
+    """Tokens to score, at least one."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model reads: all but the last."""
+        return len(self.context) + len(self.continuation) - 1
+
+
+class LoopformersLM(HFLM):
+    """A causal language model in the harness: one of ours along a schedule, or any other.
+
+    Args:
+        pretrained: A model, or what `load_any_model` opens.
+        tokenizer: A tokenizer, or its folder; default: the model's own.
+        num_loops: M, of our models; default: the trained number.
+        schedule: A `Schedule`, or text that `Schedule.parse` reads. The harness's `--model_args` are separated by commas, so
+            step sizes may be joined by plus signs: `1/2+1/4+1/4`.
+        exit_rule: Text that `loopformers.generation.parse_exit_rule` reads, or its result. Scores are then those of the
+            states with which tokens leave.
+        batch_size: Sequences a forward.
+        max_length: Tokens that the model sees at once; default: its positions. Longer requests are cut on the left, as
+            everywhere in the harness, and counted.
+        device: See `load_any_model`.
+        dtype: See `load_any_model`.
+        share_contexts: Whether choices share their context's cache. Off, each runs as a whole sequence.
+        add_bos_token: Whether texts start with the tokenizer's start token; default: as the tokenizer has it.
+
+    Raises:
+        ConfigError: A schedule that the model cannot run, one for a model that has no loops, more tokens than learned
+            positions, or a tokenizer that is not the model's or has no end token.
+        CheckpointError: Nothing can be opened under the name.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        *,
+        tokenizer: Any = None,
+        num_loops: int | None = None,
+        schedule: Schedule | str | None = None,
+        exit_rule: Any = None,
+        batch_size: int | str = 1,
+        max_length: int | None = None,
+        device: str | None = None,
+        dtype: str = "auto",
+        share_contexts: bool = True,
+        add_bos_token: bool | None = None,
+    ) -> None:
+        if isinstance(pretrained, str):
+            pretrained, tokenizer = load_any_model(pretrained, tokenizer=tokenizer, device=device, dtype=dtype)
+        else:
+            check_tokenizer(pretrained, tokenizer, type(pretrained).__name__)
+        self.run_arguments = _run_arguments(pretrained, num_loops, schedule, exit_rule)
+        batch_size = int(batch_size) if isinstance(batch_size, str) and batch_size.isdigit() else batch_size
+        check_count("batch_size", batch_size)
+        if max_length is not None:
+            _check_max_length(pretrained, max_length)
+        with _without_remarks():  # on models that are given rather than named
+            super().__init__(
+                pretrained=pretrained,
+                tokenizer=tokenizer,
+                batch_size=batch_size,
+                max_length=max_length,
+                add_bos_token=add_bos_token,
+            )
+        self.share_contexts = share_contexts and is_looped(pretrained) and "exit_rule" not in self.run_arguments
+        self.num_cut = 0
+        """Requests cut to `max_length` since the last reset."""
+        self.on_progress: Callable[[int], None] = lambda num_requests: None
+        """Called with the number of requests that have been answered since the last call."""
+
+    # -- scoring -------------------------------------------------------------------------------------------------
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
+        """Score continuations: (log-likelihood in nats, whether greedy decoding gives it) for each request."""
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> Any:
+        """Score whole texts, each token once with as much context as fits."""
+        return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Any], disable_tqdm: bool = True, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        rows = [self._row(index, *request[1:]) for index, request in enumerate(requests)]
+        answers: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        for batch, is_shared in self._batches(rows):
+            scored = self._score_shared(batch) if is_shared else self._score_whole(batch)
+            for row, answer in zip(batch, scored, strict=True):
+                answers[row.index] = answer
+                if requests[row.index][0] is not None:  # windows of a rolling request have no key of their own
+                    self.cache_hook.add_partial("loglikelihood", requests[row.index][0], answer)
+            self.on_progress(len(batch))
+        return answers
+
+    def _row(self, index: int, context: list[int], continuation: list[int]) -> Row:
+        if not continuation:
+            raise DataError("a continuation of 0 tokens has no likelihood; the tokenizer turned its text into nothing")
+        if len(continuation) > self.max_length:
+            raise DataError(
+                f"a continuation of {len(continuation)} tokens is longer than the {self.max_length} that the model sees; raise "
+                "max_length if its positions allow, or leave the task out"
+            )
+        too_many = len(context) + len(continuation) - (self.max_length + 1)
+        if too_many > 0:
+            self.num_cut += 1
+            context = context[too_many:]
+        return Row(index, tuple(context), tuple(continuation))
+
+    def _batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[Row], bool]]:
+        """Yield rows that run together, longest first, and whether they go by shared contexts."""
+        by_context: dict[tuple[int, ...], list[Row]] = {}
+        for row in rows:
+            by_context.setdefault(row.context, []).append(row)
+        shared: list[list[Row]] = []
+        alone: list[list[Row]] = []
+        for context, group in by_context.items():
+            if self.share_contexts and len(group) > 1 and len(context) > 1:
+                shared.append(group)
+            else:
+                alone += [[row] for row in group]
+        for groups, is_shared in ((shared, True), (alone, False)):
+            batch: list[Row] = []
+            for group in sorted(groups, key=lambda g: (-max(row.length for row in g), g[0].index)):
+                if batch and len(batch) + len(group) > self.batch_size:
+                    yield batch, is_shared
+                    batch = []
+                batch = batch + group
+                while len(batch) > self.batch_size:
+                    yield batch[: self.batch_size], is_shared
+                    batch = batch[self.batch_size :]
+            if batch:
+                yield batch, is_shared
+
+    def _score_whole(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
+        """Run contexts with their continuations, padded on the right, which no token of theirs can see."""
+        sequences = [(row.context + row.continuation)[:-1] for row in rows]
+        ids = self._padded(sequences)
+        first = min(len(row.context) for row in rows) - 1  # logits before it predict contexts alone
+        logits = self._run(ids, keep=ids.shape[1] - first)
+        parts = [
+            logits[i, len(row.context) - 1 - first : row.length - first] for i, row in enumerate(rows)
+        ]
+        return self._answers(torch.cat(parts), rows)
+
+    def _score_shared(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
+        """Run each context once, then all continuations upon its cache."""
+        contexts = list(dict.fromkeys(row.context for row in rows))
+        owner = torch.tensor([contexts.index(row.context) for row in rows], device=self.device)
+        cache = self.model.new_cache()
+        ids, mask = self._padded(contexts, left=True), self._mask([len(c) for c in contexts], left=True)
+        first = self._run(ids, mask, cache, keep=1)[owner]  # (rows, 1, vocab) predicts each continuation's first token
+        given = [row.continuation[:-1] for row in rows]
+        if not any(given):
+            return self._answers(first[:, 0], rows)
+        cache.batch_select_indices(owner)
+        lengths = [max(1, len(g)) for g in given]  # a row that gives nothing reads one padding token
+        past = torch.ones_like(ids) if mask is None else mask
+        mask_new = self._mask(lengths)
+        mask_new = past.new_ones(len(rows), max(lengths)) if mask_new is None else mask_new
+        logits = self._run(self._padded(given), torch.cat([past[owner], mask_new], dim=1), cache)
+        parts = [torch.cat([first[i], logits[i, : len(g)]]) for i, g in enumerate(given)]
+        return self._answers(torch.cat(parts), rows)
+
+    def _run(self, ids: Tensor, mask: Tensor | None = None, cache: Any = None, *, keep: int = 0) -> Tensor:
+        """Return logits of the last `keep` positions (0: all), (batch, keep, vocab)."""
+        arguments: dict[str, Any] = dict(self.run_arguments)
+        if mask is not None:
+            arguments["attention_mask"] = mask
+        if cache is not None:
+            arguments["past_key_values"] = cache
+        else:
+            arguments["use_cache"] = False
+        logits: Tensor = self.model(ids, logits_to_keep=keep, **arguments).logits
+        return logits if keep == 0 else logits[:, -keep:]
+
+    def _answers(self, logits: Tensor, rows: Sequence[Row]) -> list[tuple[float, bool]]:
+        """Turn logits of all continuations' tokens, one row after the other, (tokens, vocab), into answers."""
+        targets = torch.tensor([token for row in rows for token in row.continuation], device=logits.device)
+        logits = logits.float()
+        chosen = logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(dim=1)
+        is_greedy = logits.argmax(dim=1) == targets
+        sizes = [len(row.continuation) for row in rows]
+        return [
+            (float(nats.double().sum()), bool(hits.all()))
+            for nats, hits in zip(chosen.cpu().split(sizes), is_greedy.cpu().split(sizes), strict=True)
+        ]
+
+    def _padded(self, sequences: Sequence[tuple[int, ...]], *, left: bool = False) -> Tensor:
+        longest = max(1, *map(len, sequences))
+        pad = self.tokenizer.pad_token_id
+        rows = [
+            [pad] * (longest - len(s)) + list(s) if left else list(s) + [pad] * (longest - len(s)) for s in sequences
+        ]
+        return torch.tensor(rows, device=self.device)
+
+    def _mask(self, lengths: Sequence[int], *, left: bool = False) -> Tensor | None:
+        """Return 1 for text and 0 for padding, (batch, longest); None where all lengths are equal."""
+        longest = max(lengths)
+        if min(lengths) == longest:
+            return None
+        place = torch.arange(longest, device=self.device)
+        length = torch.tensor(lengths, device=self.device)[:, None]
+        return (place >= longest - length if left else place < length).long()
+
+    # -- generation ----------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = True) -> Any:
+        """Continue texts until a stop string, the end token or the allowed number of tokens."""
+        for request in requests:
+            wanted = int(request.args[1].get("max_gen_toks", self.max_gen_toks))
+            if wanted >= self.max_length:
+                raise DataError(
+                    f"the task asks for {wanted} new tokens and the model sees {self.max_length}; give the task fewer "
+                    "(generation_kwargs: max_gen_toks), or leave it out"
+                )
+        texts = super().generate_until(requests, disable_tqdm=disable_tqdm)
+        self.on_progress(len(texts))
+        return texts
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Any:
+        return super()._model_generate(context, max_length, stop, **options, **self.run_arguments)
+
+    def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        with torch.no_grad():
+            return self._run(inps, attn_mask)
+
+
+def _run_arguments(model: Any, num_loops: int | None, schedule: Any, exit_rule: Any) -> dict[str, Any]:
+    """Return what every forward of a model is called with."""
+    if not is_looped(model):
+        given = {"num_loops": num_loops, "schedule": schedule, "exit_rule": exit_rule}
+        if asked := {name: value for name, value in given.items() if value is not None}:
+            name, value = next(iter(asked.items()))
+            raise ConfigError(
+                f"{name}={value!r} for a {model.config.model_type} model, which has no loops; leave {name} out"
+            )
+        return {}
+    if isinstance(schedule, str):
+        schedule = schedule.replace("+", ",")
+    arguments = {"schedule": model.config.resolve_schedule(num_loops=num_loops, schedule=schedule)}
+    if exit_rule is not None:
+        if isinstance(exit_rule, str):
+            from loopformers.generation import parse_exit_rule
+
+            exit_rule = parse_exit_rule(exit_rule)
+        arguments["exit_rule"] = exit_rule
+    return arguments
+
+
+def _check_max_length(model: Any, max_length: int) -> None:
+    check_count("max_length", max_length, at_least=2)
+    config = model.config
+    positions = getattr(config, "max_position_embeddings", None)
+    has_end = getattr(config, "position_embedding", None) == "learned" or not is_looped(model)
+    if has_end and positions is not None and max_length > positions:
+        raise ConfigError(f"max_length={max_length} is more than the {positions} positions of the model; give at most those")
+
+
+@contextlib.contextmanager
+def _without_remarks() -> Iterator[None]:
+    """Silence the harness's logger."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,262 @@
+"""What models score on tasks: one file, typed, that can be resumed, merged and rendered again.
+
+The file (`results.json`) holds three lists: models, protocols (one a task: all that decides its questions and prompts) and
+scores (one a model, budget and task, with the score of every question). A score belongs to the protocol of its task, of
+which a file has one: files whose protocols differ do not merge, because their numbers do not compare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from loopformers.errors import ConfigError, DataError
+from loopformers.files import write_whole
+
+__all__ = ["RESULTS_FILE", "SCHEMA_VERSION", "ModelInfo", "Protocol", "Results", "Score", "merge", "read_results"]
+
+SCHEMA_VERSION = 1
+RESULTS_FILE = "results.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """A model that was scored."""
+
+    hash: str
+    """Of weights, configuration and vocabulary."""
+    name: str
+    """Folder or name that it was opened by; may change, the hash does not."""
+    kind: str
+    """transformers' `model_type`; ours is `loopformers`."""
+    num_parameters: int
+    """Tied matrices once."""
+    dtype: str
+    """Of the weights."""
+    max_length: int
+    """Tokens seen at once."""
+    trained_loops: int | None = None
+    """T, of a looped model."""
+    training_flops: float | None = None
+    """Operations that training took, where the checkpoint records them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Protocol:
+    """All that decides the questions and prompts of a task. Two scores compare when their protocols are equal."""
+
+    task: str
+    """The harness's name."""
+    version: str
+    """Of the harness's task file."""
+    harness: str
+    """Version of lm-eval."""
+    source: str
+    """Where the questions come from."""
+    split: str
+    """Which of them."""
+    num_questions: int
+    """Scored."""
+    limit: int | None
+    """First so many questions alone; None: all."""
+    num_fewshot: int
+    """Examples before a question."""
+    seed: int
+    """Of the choice of examples."""
+    chat_template: bool
+    """Whether prompts are put in the model's chat template."""
+    prompts_hash: str
+    """Of every prompt and choice, in order, before a chat template."""
+    example: str
+    """First prompt and its first choice, as a reader wants to see them."""
+    definition: Mapping[str, Any] = field(default_factory=dict)
+    """How the task file makes prompts and scores of a question."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all fields."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    def differences(self, other: Protocol) -> list[str]:
+        """Name what differs from another protocol, with both values."""
+        names = [f.name for f in fields(self) if f.name not in ("example", "definition")]
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        found = [f"{name} {mine!r} and {theirs!r}" for name, mine, theirs in pairs if mine != theirs]
+        return found or (["its definition"] if self.definition != other.definition else [])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """What one model scores on one task at one budget."""
+
+    model: str
+    """Hash."""
+    num_loops: int | None
+    """M; None for a model without loops."""
+    schedule: str | None
+    """Step sizes as fractions."""
+    exit_rule: str | None
+    """Where one was used."""
+    flops_per_token: float
+    """Operations of a forward for one token."""
+    task: str
+    """The harness's name."""
+    metric: str
+    """What tables show of it."""
+    weight: float
+    """In a mean over tasks."""
+    values: Mapping[str, float]
+    """Every metric of the task."""
+    standard_errors: Mapping[str, float | None]
+    """Of each, over questions; None where a metric is no mean of theirs."""
+    questions: Mapping[str, Sequence[float]]
+    """Each metric's value for each question, in order, where it has one."""
+    num_cut: int = 0
+    """Requests cut on the left to what the model sees at once."""
+    seconds: float = 0.0
+    """Wall time."""
+
+    @property
+    def key(self) -> tuple[str, str | None, str | None, str]:
+        """What a file has one score for: model, schedule, exit rule, task."""
+        return self.model, self.schedule, self.exit_rule, self.task
+
+    @property
+    def value(self) -> float:
+        """Of the metric that tables show."""
+        return self.values[self.metric]
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of the metric that tables show."""
+        return self.standard_errors.get(self.metric)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Scores with their models and protocols."""
+
+    models: tuple[ModelInfo, ...] = ()
+    protocols: tuple[Protocol, ...] = ()
+    scores: tuple[Score, ...] = ()
+
+    def protocol(self, task: str) -> Protocol | None:
+        """Return the protocol of a task."""
+        return next((p for p in self.protocols if p.task == task), None)
+
+    def model(self, hash: str) -> ModelInfo:
+        """Return the model of a hash."""
+        return next(m for m in self.models if m.hash == hash)
+
+    def find(self, key: tuple[str, str | None, str | None, str]) -> Score | None:
+        """Return the score of a key."""
+        return next((s for s in self.scores if s.key == key), None)
+
+    def tasks(self) -> list[str]:
+        """Return the tasks that were scored, in order."""
+        return list(dict.fromkeys(score.task for score in self.scores))
+
+    def with_score(self, model: ModelInfo, protocol: Protocol, score: Score) -> Results:
+        """Return these results with one more score; it replaces that of the same key.
+
+        Raises:
+            ConfigError: The protocol is not that which the task has here.
+        """
+        return merge([self, Results((model,), (protocol,), (score,))])
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the file, which appears whole or not at all."""
+        content = {
+            "schema_version": SCHEMA_VERSION,
+            "models": [asdict(m) for m in self.models],
+            "protocols": [{**asdict(p), "fingerprint": p.fingerprint} for p in self.protocols],
+            "scores": [asdict(s) for s in self.scores],
+        }
+        return write_whole(path, json.dumps(_strict(content), allow_nan=False) + "\n")
+
+
+def merge(parts: Iterable[Results]) -> Results:
+    """Return the union of results; where two have a score of the same key, the last counts.
+
+    Raises:
+        ConfigError: Two have different protocols for one task.
+    """
+    models: dict[str, ModelInfo] = {}
+    protocols: dict[str, Protocol] = {}
+    scores: dict[Any, Score] = {}
+    for part in parts:
+        for protocol in part.protocols:
+            known = protocols.setdefault(protocol.task, protocol)
+            if known.fingerprint != protocol.fingerprint:
+                raise ConfigError(
+                    f"two protocols of {protocol.task} differ in {', '.join(known.differences(protocol)) or 'their text'}, so their "
+                    "scores do not compare; evaluate again under one of them, or keep the files apart"
+                )
+        models |= {model.hash: model for model in part.models}
+        scores |= {score.key: score for score in part.scores}
+    return Results(tuple(models.values()), tuple(protocols.values()), tuple(scores.values()))
+
+
+def read_results(path: str | os.PathLike[str]) -> Results:
+    """Read a results file, or that of a folder.
+
+    Raises:
+        DataError: No such file, no results in it, or another schema.
+    """
+    file = Path(path)
+    file = file / RESULTS_FILE if file.is_dir() else file
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        version = content["schema_version"]
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}; give a results file or its folder") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file} is no results file: {error!r}; give a {RESULTS_FILE} that evaluate tasks wrote") from error
+    if version != SCHEMA_VERSION:
+        raise DataError(
+            f"{file} has schema version {version!r} and this program reads {SCHEMA_VERSION}; evaluate again, or use the version "
+            "of this program that wrote it"
+        )
+    try:
+        return Results(
+            tuple(ModelInfo(**m) for m in content["models"]),
+            tuple(_protocol(p, file) for p in content["protocols"]),
+            tuple(_score(s) for s in content["scores"]),
+        )
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{file} is a results file with a part that does not fit: {error}; evaluate again") from error
+
+
+def _protocol(entry: dict[str, Any], file: Path) -> Protocol:
+    stored = entry.pop("fingerprint")
+    protocol = Protocol(**entry)
+    if protocol.fingerprint != stored:
+        raise DataError(
+            f"{file}: the protocol of {protocol.task} was changed after its scores were made (fingerprint {stored} there, "
+            f"{protocol.fingerprint} of what stands there); evaluate again"
+        )
+    return protocol
+
+
+def _score(entry: dict[str, Any]) -> Score:
+    score = Score(**entry)
+    return replace(
+        score,
+        values={name: math.nan if value is None else float(value) for name, value in score.values.items()},
+    )
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    if isinstance(value, Mapping):
+        return {key: _strict(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(entry) for entry in value]
+    return value
