@@ -9,7 +9,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from loopformers.errors import ConfigError
-from loopformers.evaluation.budget import Budget, BudgetResult, evaluate_budgets
+from loopformers.evaluation.budget import Budget, BudgetResult, evaluate_budgets, sweep_budgets
+from loopformers.training.sharding import is_sharded
 from loopformers.training.step_log import StepLog
 
 __all__ = ["BudgetValidationCallback", "LoopDrawCallback", "StopCallback"]
@@ -103,8 +104,11 @@ class BudgetValidationCallback(TrainerCallback):
         """Evaluate when it is time."""
         if state.global_step % self.every_steps and state.global_step < state.max_steps:
             return
-        self.last = evaluate_budgets(
-            kwargs["model"],
+        model = kwargs["model"]
+        # The parts of a divided model gather their weights in the model's own forward alone.
+        score = evaluate_budgets if is_sharded(model) else sweep_budgets
+        self.last = score(
+            model,
             self.dataset,
             self.budgets,
             batch_size=self.batch_size,
