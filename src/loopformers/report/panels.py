@@ -96,7 +96,9 @@ class Axis:
     limits: tuple[float, float] | None = None
 
 
-def plot_line_panels(panels: Sequence[LinePanel], *, x: Axis, y: Axis, columns: int = 3) -> Figure:
+def plot_line_panels(
+    panels: Sequence[LinePanel], *, x: Axis, y: Axis, columns: int = 3, labels: Sequence[str] = ()
+) -> Figure:
     """Draw lines in panels that share both axes, under one legend.
 
     Args:
@@ -104,6 +106,7 @@ def plot_line_panels(panels: Sequence[LinePanel], *, x: Axis, y: Axis, columns: 
         x: Below the panels.
         y: Beside them.
         columns: Panels in a row.
+        labels: In the order of their colours, so that figures agree on them; others follow in order of appearance.
 
     Raises:
         ConfigError: No panels.
@@ -113,7 +116,7 @@ def plot_line_panels(panels: Sequence[LinePanel], *, x: Axis, y: Axis, columns: 
     with _style():
         figure, axes = _grid(len(panels), columns, x.label, y.label, share_y=True)
         lines = [line for panel in panels for line in panel.lines]
-        styles = _styles([line.label for line in lines])
+        styles = _styles([*labels, *(line.label for line in lines)])
         for panel, ax in zip(panels, axes, strict=True):
             ax.set_title(panel.title)
             for line in panel.lines:

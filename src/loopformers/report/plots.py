@@ -466,7 +466,8 @@ def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
             entries.setdefault(label, handle)
     if entries:
         longest = max(map(len, entries))
-        columns = max(1, min(len(entries), 68 // (longest + 9)))
+        characters = int(68 * figure.get_figwidth() / WIDTH_INCHES)
+        columns = max(1, min(len(entries), characters // (longest + 9)))
         figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=columns)
 
 

@@ -176,8 +176,10 @@ def budgets(groups: Groups) -> StudyFigure | None:
 
     def line(group: Group) -> Line | None:
         counts = sorted({m for result in group.results for m in budget_losses(result)})
+        if group.loops == 1:  # it stands for T = 1 of all systems, which are one model there, and at M = 1 alone
+            counts = [m for m in counts if m == 1]
         spreads = [Spread.of(budget_losses(result).get(m) for result in group.results) for m in counts]
-        return _line(_loops(group, "trained at T"), counts, spreads) if len(counts) > 1 else None
+        return _line(_loops(group), counts, spreads) if counts else None
 
     panels = _by_system(groups, line)
     if not panels:
@@ -191,7 +193,7 @@ def budgets(groups: Groups) -> StudyFigure | None:
             y=Axis(label=f"validation loss ({NATS})", levels=unigram_level(groups)),
         ),
         alt="Validation loss by loops run, one panel for each of " + ", ".join(panel.title for panel in panels),
-        caption="One trained model, run at fewer and at more loops than it was trained with. Flat: more loops change nothing.",
+        caption="One model trained at T loops, run at fewer and at more loops than it was trained with. Flat: more loops change nothing.",
         formula="cross entropy of the validation windows at M loops: median over seeds, and range",
     )
 
@@ -245,7 +247,9 @@ def _by_system(groups: Groups, make: Callable[[Group], Line | None]) -> list[Lin
 
 
 def _draw(groups: Groups, panels: Sequence[LinePanel], *, x: Axis, y: Axis) -> Figure:
-    return plot_line_panels(panels, x=x, y=y, columns=_columns(groups))
+    loops = sorted({group.loops for group in groups})
+    labels = [f"T = {count}" for count in loops]
+    return plot_line_panels(panels, x=x, y=y, columns=_columns(groups), labels=labels)
 
 
 def _columns(groups: Groups) -> int:
@@ -261,8 +265,8 @@ def _line(label: str, x: Sequence[float], spreads: Sequence[Spread | None]) -> L
     return Line(label=label, x=x, y=values("median"), low=values("low"), high=values("high"))
 
 
-def _loops(group: Group, name: str = "T") -> str:
-    return f"{name} = {group.loops}"
+def _loops(group: Group) -> str:
+    return f"T = {group.loops}"
 
 
 def _over_steps(group: Group, key: str, *, smoothing: int) -> tuple[list[float], list[Spread | None]]:
