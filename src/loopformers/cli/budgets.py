@@ -30,8 +30,10 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def parse_budgets(num_loops: str | None, schedules: Sequence[str] | None, config: LoopConfig) -> list[Schedule]:
-    """Return the runs that the two arguments ask of a model; by default the trained one.
+def parse_budgets(
+    num_loops: str | None, schedules: Sequence[str] | None, config: LoopConfig, *, default: Schedule | None = None
+) -> list[Schedule]:
+    """Return the runs that the two arguments ask of a model; where they ask for none, the default or the trained one.
 
     Raises:
         ConfigError: A part that is no number of loops, or a schedule that the model cannot run.
@@ -39,7 +41,7 @@ def parse_budgets(num_loops: str | None, schedules: Sequence[str] | None, config
     if schedules:
         return [config.resolve_schedule(schedule=schedule) for schedule in schedules]
     if num_loops is None:
-        return [config.resolve_schedule()]
+        return [config.resolve_schedule() if default is None else default]
     runs = []
     for part in num_loops.split(","):
         if not part.strip().isascii() or not part.strip().isdigit():

@@ -52,9 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
     options = _decoding(arguments)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     from loopformers.cli.checkpoint import load_config, load_model, load_tokenizer
+    from loopformers.model.saved_schedule import read_schedule
 
     config = load_config(arguments.model)
-    schedules = parse_budgets(arguments.num_loops, arguments.schedule, config)
+    saved = read_schedule(arguments.model, config)
+    schedules = parse_budgets(arguments.num_loops, arguments.schedule, config, default=saved)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     prompt_ids = _encode(tokenizer, prompt, config.vocab_size)
     limit = config.max_position_embeddings

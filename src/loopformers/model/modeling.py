@@ -18,6 +18,7 @@ from loopformers.errors import CacheError, CheckpointError, ConfigError
 from loopformers.laws import LoopPlan
 from loopformers.model.cache import LoopedCache
 from loopformers.model.config import LoopConfig
+from loopformers.model.saved_schedule import check_saved_schedule
 from loopformers.model.transformers_range import CACHE_NAME
 from loopformers.nn.attention import Attention, AttentionContext, LatentAttention, attention_reference
 from loopformers.nn.conditioning import Conditioning
@@ -760,6 +761,19 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         if long.num_loops < 2:
             return None
         return config.short_law(long.num_loops).plan(seed=config.loop_seed, step=step, microbatch=microbatch).short
+
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Let generate() run by the schedule that the generation configuration saves, where the call asks for none.
+
+        Raises:
+            ConfigError: The model cannot run it.
+        """
+        prepared, model_kwargs = super()._prepare_generation_config(*args, **kwargs)
+        asked = {name: kwargs[name] for name in ("num_loops", "schedule") if kwargs.get(name) is not None}
+        if not asked:
+            saved = getattr(prepared, "schedule", None) or getattr(self.generation_config, "schedule", None)
+            asked = {"schedule": check_saved_schedule(saved, self.config)}
+        return prepared, model_kwargs | asked
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
