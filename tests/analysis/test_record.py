@@ -52,6 +52,20 @@ def test_training_leaves_both_trajectories_and_the_gradients_are_untouched():
         _ = trace.states
 
 
+def test_loops_that_trajectories_share_are_shared_in_the_trace_and_a_mere_prefix_is_no_run():
+    model = tiny_model("loopformer", num_loops=4).train()
+    with record_loops(model) as trace:
+        model(IDS, labels=IDS, short_schedule="1/4,1/4,1/2")
+    long, short = trace.runs
+    assert (len(long), len(short)) == (4, 3)
+    assert [a is b for a, b in zip(long, short, strict=False)] == [True, True, False]
+    assert trace.num_bytes == 5 * long[0].nbytes
+    exits = tiny_model("base-loop-exit").train()
+    with record_loops(exits) as trace:
+        exits(IDS, labels=IDS, short_schedule="uniform:2")
+    assert [len(run) for run in trace.runs] == [3]
+
+
 def test_nothing_is_recorded_outside_the_block_not_even_after_an_error():
     model = tiny_model("flt")
     with pytest.raises(ConfigError, match="contradict"), record_loops(model) as trace:

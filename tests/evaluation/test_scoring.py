@@ -108,11 +108,11 @@ def test_a_model_that_is_told_its_time_alone_shares_the_runs_that_start_alike() 
     assert shared_runs(model, runs) == [[1, 0, 3], [2]]
 
 
-def test_runs_of_a_stream_that_uses_step_sizes_share_nothing() -> None:
+def test_runs_of_a_stream_that_uses_step_sizes_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("lt", num_loops=4)
     runs = [Schedule.uniform(m) for m in (1, 2, 4)]
     assert shared_runs(model, runs) == [[2, 1, 0]]
-    model.model.stream.uses_step_size = True
+    monkeypatch.setattr(type(model.model.stream), "uses_step_size", True)
     assert shared_runs(model, runs) == [[2], [1], [0]]
 
 

@@ -120,6 +120,19 @@ def test_training_operations_are_those_that_torch_counts(preset, overrides, obje
     assert model.config.training_flops(batch_size=3, seq_len=7, short=short) == counted(step)
 
 
+@pytest.mark.parametrize("preset", ["flt", "tmlt", "loopformer"])
+@pytest.mark.parametrize("steps", [(1, 1, 3), (1, 4), (5,), (2, 1, 2)])
+def test_loops_that_both_trajectories_share_are_counted_once(preset, steps):
+    layers = VARIANTS["prelude and coda"]
+    model = eager(preset, {**layers, "objective": "shortcut_consistency", "num_loops": 5}).train()
+    short = Schedule(steps, 5) if model.config.understands_time else Schedule.uniform(len(steps))
+
+    def step():
+        model(tokens(), labels=tokens(), short_schedule=short).loss.backward()
+
+    assert model.config.training_flops(batch_size=3, seq_len=7, short=short) == counted(step)
+
+
 def test_a_consistency_step_counts_the_mean_of_its_short_trajectories():
     config = tiny_config("loopformer", num_loops=4)
     lengths = [config.training_flops(seq_len=9, short=Schedule.uniform(m)) for m in (1, 2, 3)]
@@ -127,6 +140,15 @@ def test_a_consistency_step_counts_the_mean_of_its_short_trajectories():
     assert config.training_flops_per_token(seq_len=9) == pytest.approx(sum(lengths) / 27)
     alone = tiny_config("loopformer", num_loops=4, objective="last_loop").training_flops(seq_len=9)
     assert 1.4 < config.training_flops(seq_len=9) / alone < 1.7
+
+
+def test_an_exit_that_is_a_prefix_costs_no_more_than_its_head():
+    exits = tiny_config("base-loop-exit", num_loops=4)
+    alone = tiny_config("base-loop-exit", num_loops=4, objective="last_loop").training_flops(seq_len=9)
+    head = 3 * 2 * exits.hidden_size * exits.padded_vocab_size * 9
+    for loops in (1, 2, 3):
+        assert exits.training_flops(seq_len=9, short=Schedule.uniform(loops)) == alone + head
+    assert exits.training_flops(seq_len=9) == alone + head
 
 
 def test_operations_grow_with_the_loops_of_the_core_alone():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from loopformers import ConfigError
+from loopformers import ConfigError, LoopConfig, Schedule
 from loopformers.model.presets import PRESETS
 from loopformers.objectives import OBJECTIVES
 from loopformers.objectives.cross_entropy import chunked_cross_entropy_sum
@@ -222,3 +222,96 @@ def test_kept_loops_change_no_gradient(preset, kept):
         model.set_draw(1)
         gradients.append(torch.autograd.grad(model(IDS, labels=IDS).loss, list(model.parameters())))
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+SHORTS = {
+    "base-loop-exit": ["uniform:1", "uniform:2", "uniform:3"],
+    "tmlt-exit": ["uniform:1", "uniform:3"],
+    "loopformer": ["1/4,1/4,1/2", "1/4,3/4", "1/2,1/4,1/4", "uniform:1"],
+    "elastic-flt": ["1/4,1/4,1/2", "uniform:2"],
+    "flt": ["uniform:2"],
+    "lt-input": ["uniform:3"],
+}
+SHARED = {"1/4,1/4,1/2": 2, "1/4,3/4": 1, "1/2,1/4,1/4": 0}
+
+
+def applied(model):
+    """Count how often each call runs the core's first layer."""
+    calls = []
+    model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize("target", ["hidden", "logits"])
+@pytest.mark.parametrize(("preset", "short"), [(p, s) for p, shorts in SHORTS.items() for s in shorts])
+def test_loops_that_both_trajectories_share_run_once_and_change_no_number(preset, short, target, monkeypatch):
+    fields = {"objective": "shortcut_consistency", "num_loops": 4, "num_coda_layers": 1, "consistency_target": target}
+    model = tiny_model(preset, **fields).double().train()
+    calls, weights = applied(model), list(model.parameters())
+
+    def step():
+        calls.clear()
+        out = model(IDS, labels=IDS, short_schedule=short, output_loop_states=True)
+        return len(calls), out, torch.autograd.grad(out.loss, weights, allow_unused=True)
+
+    num_calls, out, gradients = step()
+    run = model.config.resolve_schedule(schedule=short)
+    shared = SHARED.get(short, 0) if model.config.understands_time else run.num_loops
+    assert num_calls == 4 + run.num_loops - shared
+    monkeypatch.setattr(LoopConfig, "shared_loops", lambda self, one, other: 0)
+    num_calls, apart, expected = step()
+    assert num_calls == 4 + run.num_loops
+    torch.testing.assert_close(out.loss, apart.loss, rtol=1e-12, atol=0)
+    for name, part in apart.loss_parts.items():
+        if model.config.conditioning == "none":
+            assert torch.equal(out.loss_parts[name], part)
+        else:  # modulations of another number of loops are another matrix product, equal to rounding
+            torch.testing.assert_close(out.loss_parts[name], part, rtol=1e-11, atol=1e-14)
+    assert all(torch.equal(a, b) for a, b in zip(out.loop_states, apart.loop_states, strict=True))
+    for ours, theirs in zip(gradients, expected, strict=True):
+        if (
+            ours is not None or theirs.any()
+        ):  # of loops that did not run a second time there may be no gradient, or zero
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("short", ["1/4,1/4,1/2", "uniform:3"])
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_shared_loops_under_checkpoints_give_the_same_gradients(short, kept):
+    preset = "loopformer" if "," in short else "base-loop-exit"
+    gradients = []
+    for checkpointed in (False, True):
+        model = tiny_model(preset, num_loops=4).double().train()
+        if checkpointed:
+            model._set_gradient_checkpointing(True, partial(checkpoint, use_reentrant=False))
+            model.model.num_kept_loops = kept
+        loss = model(IDS, labels=IDS, short_schedule=short).loss
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_truncated_gradients_share_no_loops():
+    model = tiny_model("flt", objective="shortcut_consistency", num_loops=4).double().train()
+    calls = applied(model)
+    for num_grad_loops, expected in ((2, 4 + 3), (4, 4), (None, 4)):
+        calls.clear()
+        model(IDS, labels=IDS, short_schedule="uniform:3", num_grad_loops=num_grad_loops)
+        assert len(calls) == expected
+
+
+def test_runs_share_the_loops_that_are_told_the_same():
+    shared = {
+        kind: LoopConfig.from_preset("loopformer", conditioning=kind).shared_loops
+        for kind in ("none", "loop_index", "time", "time_and_step")
+    }
+    long, short = Schedule.uniform(8), Schedule((1, 2, 5), 8)
+    assert {kind: count(long, short) for kind, count in shared.items()} == {
+        "none": 3,
+        "loop_index": 3,
+        "time": 2,  # 0, 1/8 | 3/8
+        "time_and_step": 1,
+    }
+    assert all(count(short, long) == count(long, short) for count in shared.values())
+    assert all(count(long, long) == 8 for count in shared.values())
+    assert shared["time"](long, Schedule.uniform(1)) == 1
+    assert shared["time_and_step"](long, Schedule.uniform(2)) == 0

@@ -104,6 +104,8 @@ CASES += [
     case("tmlt", PER_LOOP),
     case("base", num_loops=1),
     case("base-loop-exit", optimizer=DecayedAdamW()),
+    case("tmlt-exit", LAST_KEPT, num_loops=5),
+    case("flt", objective="shortcut_consistency", num_loops=5, num_grad_loops=3),
     case("flt", num_key_value_heads=2, window_pattern="SL", sliding_window=9),
     case("flt", hidden_act="swiglu", num_prelude_layers=1, num_coda_layers=1),
     case("flt", objective="every_loop"),
@@ -203,7 +205,9 @@ def ready(this: Case) -> tuple[LoopedForCausalLM, Any, Callable[[], Tensor]]:
 @pytest.mark.parametrize("this", CASES, ids=name_of)
 def test_planned_operations_and_memory_are_what_a_step_uses(this: Case) -> None:
     model, optimizer, objective = ready(this)
-    plan = plan_memory(this.config, this.batch, trajectories_of(this.plan), this.optimizer)
+    plan = plan_memory(
+        this.config, this.batch, trajectories_of(this.config, this.plan, this.batch.num_grad_loops), this.optimizer
+    )
 
     saved = saved_bytes(objective, model)
     # Under checkpointing everywhere nothing saves the rotary tables, but every loop that is run again needs them.

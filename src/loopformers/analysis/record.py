@@ -21,8 +21,9 @@ class LoopTrace:
 
     Attributes:
         max_bytes: What may be kept: a run of M loops over `batch x seq` new tokens takes M x batch x seq x dim numbers.
-        runs: One entry a run, in order: every loop's states, (batch, new tokens, dim) each. A forward call is one run, a
-            training call one for each trajectory, and `generate` one for the prompt and one for each further token.
+        runs: One entry a run, in order: every loop's states, (batch, new tokens, dim) each. A forward call is one run, and
+            `generate` one for the prompt and one for each further token. A training call is one for each trajectory, except
+            for a short one that is no more than the start of the long one: it is not run.
         num_bytes: What is kept so far.
     """
 
@@ -46,7 +47,7 @@ class LoopTrace:
         return tuple(torch.cat(loop, dim=1) for loop in zip(*self.runs, strict=True))
 
     def keep(self, loop_idx: int, state: Tensor) -> None:
-        """Take a loop's state; the first loop opens a new run."""
+        """Take a loop's state. A loop that the last run has already opens a new run, which shares the loops before it."""
         needed = self.num_bytes + state.nbytes
         if needed > self.max_bytes:
             raise ConfigError(
@@ -54,8 +55,8 @@ class LoopTrace:
                 "tokens or loops, or raise max_bytes"
             )
         self.num_bytes = needed
-        if loop_idx == 0:
-            self.runs.append([])
+        if not self.runs or loop_idx < len(self.runs[-1]):
+            self.runs.append(self.runs[-1][:loop_idx] if self.runs else [])
         self.runs[-1].append(state.detach().cpu())
 
 

@@ -214,7 +214,7 @@ def _memory_table(plan: Plan, recipe: Recipe) -> Table:
         f"saved by the loss ({'whole logits' if chunk is None else f'chunks of {chunk:,} tokens'})": memory.saved_logits,
         f"peak of a step, at its {memory.peak_at}": memory.peak,
     }
-    trajectories = " and ".join(map(str, plan.deepest))
+    trajectories = " and ".join(str(loops) for loops in plan.deepest if loops)
     return Table(
         title="Memory of one process",
         columns=(

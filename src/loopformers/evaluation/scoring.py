@@ -153,7 +153,7 @@ def shared_runs(model: LoopedForCausalLM, runs: Sequence[Schedule]) -> list[list
     Returns:
         Indices of `runs`, each in one group.
     """
-    told = [_told(model, run) for run in runs]
+    told = [model.config.told(run) for run in runs]
     groups: list[list[int]] = []
     for index in sorted(range(len(runs)), key=lambda i: -runs[i].num_loops):
         depth = runs[index].num_loops
@@ -164,14 +164,6 @@ def shared_runs(model: LoopedForCausalLM, runs: Sequence[Schedule]) -> list[list
         else:
             groups.append([index])
     return groups
-
-
-def _told(model: LoopedForCausalLM, run: Schedule) -> tuple[Any, ...]:
-    """What a loop of a run depends on beside the state that enters it."""
-    kind = model.config.conditioning
-    if kind == "time_and_step" or model.model.stream.uses_step_size:
-        return tuple(zip(run.times, run.step_sizes, strict=True))
-    return run.times if kind == "time" else tuple(range(run.num_loops))
 
 
 @torch.no_grad()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
 from loopformers.errors import CheckpointError, ConfigError, unknown_name
-from loopformers.laws import SHORT_SAMPLERS, Fixed, Law, ShortSampler, ShortTrajectory
+from loopformers.laws import SHORT_SAMPLERS, Fixed, Law, LoopPlan, ShortSampler, ShortTrajectory
 from loopformers.model.costs import Costs
 from loopformers.model.presets import preset_fields
 from loopformers.nn.conditioning import CONDITIONINGS, ConditioningKind
@@ -293,6 +294,40 @@ class LoopConfig(Costs, PreTrainedConfig):
     def short_law(self, num_loops: int) -> ShortTrajectory:
         """Return how short trajectories beside a long one of `num_loops` are drawn."""
         return ShortTrajectory(num_loops, self.short_sampler, passes_only=not self.understands_time)
+
+    def told(self, run: Schedule) -> tuple[Any, ...]:
+        """Return what each loop of a run is told: nothing, its index, its time, or its time and step size.
+
+        Two loops that are told the same compute the same from the same state.
+        """
+        if self.conditioning == "time_and_step" or STREAMS[self.stream].uses_step_size:
+            return tuple(zip(run.times, run.step_sizes, strict=True))
+        return run.times if self.conditioning == "time" else tuple(range(run.num_loops))
+
+    def shared_loops(self, one: Schedule, other: Schedule) -> int:
+        """Return how many loops at their start two runs have in common, so that one need compute them.
+
+        All of the shorter one where loops are told nothing or their index; where they know their step size, those before
+        the first that differs.
+
+        Example:
+            >>> exits, elastic = LoopConfig.from_preset("base-loop-exit"), LoopConfig.from_preset("loopformer")
+            >>> exits.shared_loops(Schedule.uniform(8), Schedule.uniform(3))
+            3
+            >>> elastic.shared_loops(Schedule.uniform(8), Schedule((1, 1, 6), 8))
+            2
+        """
+        pairs = zip(self.told(one), self.told(other), strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def shared_by(self, plan: LoopPlan, num_grad_loops: int | None = None) -> int:
+        """Return how many loops the short trajectory of a plan takes over from the long one.
+
+        None where gradients are truncated: the last loops of the short one, which keep theirs, are early ones of the long.
+        """
+        if plan.short is None or (num_grad_loops is not None and num_grad_loops < plan.long.num_loops):
+            return 0
+        return self.shared_loops(plan.long, plan.short)
 
     def window(self, stage: Stage, layer_idx: int) -> int | None:
         """Return the sliding window of a layer in tokens, or None for full attention."""

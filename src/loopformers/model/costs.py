@@ -86,10 +86,11 @@ class Costs:
                 forward += (extra + 1) * head + extra * self._once_flops(c.num_coda_layers, batch_size, seq_len)
             case "shortcut_consistency":
                 shorts = [short] if short is not None else [Schedule.uniform(m) for m in range(1, run.num_loops)]
-                forward += 2 * head + _mean([self._run_flops(s, batch_size, seq_len) for s in shorts])
+                forward += 2 * head + _mean([self._short_flops(run, s, batch_size, seq_len) for s in shorts])
             case _:
                 forward += head
-        constant = self._frequency_flops(run) + _mean([self._frequency_flops(s) for s in shorts])
+        apart = [self._frequency_flops(s) if c.shared_loops(run, s) < s.num_loops else 0 for s in shorts]
+        constant = self._frequency_flops(run) + _mean(apart)
         return (1 + BACKWARD_FACTOR) * forward - constant
 
     def training_flops_per_token(self, num_loops: int | None = None, *, seq_len: int) -> float:
@@ -127,6 +128,16 @@ class Costs:
         modulation = 2 * c.num_hidden_layers * 4 * d * d if c.conditioning != "none" else 0
         conditioning = self._frequency_flops(run) + loops * (self._num_embedders * 2 * d * d + modulation)
         return self._once_flops(c.num_coda_layers + c.num_hidden_layers * loops, batch_size, seq_len) + conditioning
+
+    def _short_flops(self, long: Schedule, short: Schedule, batch_size: int, seq_len: int) -> int:
+        """Operations of a short trajectory beside a long one: the loops that they share run once."""
+        c = cast("LoopConfig", self)
+        shared = c.shared_loops(long, short)
+        if shared == short.num_loops:
+            return self._once_flops(c.num_coda_layers, batch_size, seq_len)
+        return self._run_flops(short, batch_size, seq_len) - self._once_flops(
+            c.num_hidden_layers * shared, batch_size, seq_len
+        )
 
     def _frequency_flops(self, run: Schedule) -> int:
         """Operations on frequency embeddings, which are constants: no gradient goes into them."""

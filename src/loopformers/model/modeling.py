@@ -322,6 +322,7 @@ class LoopedModel(LoopedPreTrainedModel):
         cache: LoopedCache | None = None,
         observer: Observer | None = None,
         num_grad_loops: int | None = None,
+        start: tuple[int, Tensor] | None = None,
     ) -> Tensor:
         """Run the core along a schedule and return the last state, (batch, seq, dim). Arguments as `unroll`'s."""
         modulations = self._modulations(schedule, cache, prepared.inputs.device)
@@ -365,6 +366,7 @@ class LoopedModel(LoopedPreTrainedModel):
             num_kept_loops=self.num_kept_loops,
             num_grad_loops=num_grad_loops,
             observer=show,
+            start=start,
         )
 
     def finish(self, state: Tensor, prepared: PreparedInputs, cache: LoopedCache | None = None) -> Tensor:
@@ -717,6 +719,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
                     "the embedding, so it would get no gradient; leave num_grad_loops out, or use a stream that sees the inputs"
                 )
         plan = LoopPlan(long, self._short(long, short_schedule))
+        num_shared = config.shared_by(plan, num_grad_loops)
+        shared: list[Tensor] = []  # the state that the long trajectory hands to the short one
         prepared = self.model.prepare(input_ids, attention_mask, position_ids, inputs_embeds, None, long)
 
         def predict(state: Tensor) -> Prediction:
@@ -725,14 +729,19 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
 
         def run(schedule: Schedule, *, first_loop: int | None = None) -> list[Prediction]:
             states: list[Tensor] = []
+            start = (num_shared, shared[-1]) if schedule is plan.short and shared else None
 
             def observe(loop_idx: int, residual: Tensor, state: Tensor) -> None:
                 if loop_idx >= (schedule.num_loops - 1 if first_loop is None else first_loop):
                     states.append(state)
                 if schedule is plan.long:
                     record(loop_idx, residual, state)
+                    if loop_idx == num_shared - 1:
+                        shared.append(state)
 
-            self.model.run(prepared, schedule, observer=observe, num_grad_loops=num_grad_loops)
+            if start is not None and num_shared == schedule.num_loops:
+                return [predict(shared[-1])]
+            self.model.run(prepared, schedule, observer=observe, num_grad_loops=num_grad_loops, start=start)
             return [predict(state) for state in states]
 
         weights = ObjectiveWeights(config.short_weight, config.consistency_weight, config.consistency_target)

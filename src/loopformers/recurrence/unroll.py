@@ -35,6 +35,7 @@ def unroll(
     num_kept_loops: int = 0,
     num_grad_loops: int | None = None,
     observer: Observer | None = None,
+    start: tuple[int, Tensor] | None = None,
 ) -> Tensor:
     """Run `loop` and return the last state.
 
@@ -52,9 +53,10 @@ def unroll(
         num_grad_loops: Loops, counted from the last, that gradients flow through; the state that enters the first of
             them is a constant. None: all.
         observer: Called after each loop.
+        start: Loops that are done already, and the state that they left; None: none.
     """
-    state: Tensor | None = None
-    for loop_idx in range(num_loops):
+    num_done, state = (0, None) if start is None else start
+    for loop_idx in range(num_done, num_loops):
         given = (inputs, state, loop_idx, None if told is None else told[loop_idx])
         left = num_loops - loop_idx
         with torch.set_grad_enabled(torch.is_grad_enabled() and (num_grad_loops is None or left <= num_grad_loops)):

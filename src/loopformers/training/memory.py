@@ -134,9 +134,11 @@ class MemoryPlan:
 # -- saved activations -----------------------------------------------------------------------------------------
 
 
-def trajectories_of(plan: LoopPlan) -> tuple[int, ...]:
-    """Return the number of loops of each trajectory that a microbatch runs."""
-    return (plan.long.num_loops,) if plan.short is None else (plan.long.num_loops, plan.short.num_loops)
+def trajectories_of(config: LoopConfig, plan: LoopPlan, num_grad_loops: int | None = None) -> tuple[int, ...]:
+    """Return the number of loops that a microbatch runs for each trajectory; loops that two share count for the long one."""
+    if plan.short is None:
+        return (plan.long.num_loops,)
+    return plan.long.num_loops, plan.short.num_loops - config.shared_by(plan, num_grad_loops)
 
 
 def saved_activation_bytes(config: LoopConfig, batch: Microbatch, trajectories: Sequence[int]) -> int:

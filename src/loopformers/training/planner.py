@@ -225,7 +225,7 @@ def make_plan(
         device_type=device_type or device_of().type,
     )
     draws = _draws(recipe, config)
-    deepest = max((trajectories_of(plan) for plan in draws), key=lambda t: (sum(t), t))
+    deepest = max((trajectories_of(config, plan, training.num_grad_loops) for plan in draws), key=lambda t: (sum(t), t))
     tokens_per_step = training.batch_size * recipe.data.seq_len
     tokens = tokens_per_step * training.steps
     text = text or TextCount(tokens=None, reason="not counted")
@@ -358,10 +358,11 @@ def _executed(config: LoopConfig, batch: Microbatch, plan: LoopPlan) -> _Execute
     - recomputed logits: one forward pass of the head for each scored loop, 2 n d V, of a chunked loss;
     - attention: kernels keep no scores and make them again in the backward pass: five products there, not four, so half
       of a forward pass of attention, 2 q seq n, for each layer with gradients;
-    - truncated: minus two forward passes of each loop before the last `num_grad_loops`.
+    - truncated: minus two forward passes of each loop before the last `num_grad_loops`; trajectories then share no loop, so
+      three of each that they would share are added.
     """
     n, length = batch.tokens, batch.seq_len
-    trajectories = trajectories_of(plan)
+    trajectories = trajectories_of(config, plan, batch.num_grad_loops)
     sizes = {"batch_size": batch.windows, "seq_len": length}
     model = config.training_flops(**sizes, num_loops=plan.long.num_loops, short=plan.short)
     once = (
@@ -372,6 +373,7 @@ def _executed(config: LoopConfig, batch: Microbatch, plan: LoopPlan) -> _Execute
     recomputed = sum(batch.recomputed_loops(loops) for loops in trajectories)
     with_gradient = sum(batch.gradient_loops(loops) for loops in trajectories)
     predictions = sum(trained_predictions(config, loops) for loops in trajectories)
+    unshared = config.shared_by(plan) - config.shared_by(plan, batch.num_grad_loops)
     layers = with_gradient * config.num_hidden_layers + config.num_prelude_layers + config.num_coda_layers * predictions
     head = 2 * n * config.hidden_size * config.padded_vocab_size
     return _Executed(
@@ -379,7 +381,7 @@ def _executed(config: LoopConfig, batch: Microbatch, plan: LoopPlan) -> _Execute
         recomputed_loops=float(recomputed * once),
         recomputed_logits=float(predictions * head) if batch.loss_chunk_tokens is not None else 0.0,
         attention=2.0 * _query_width(config) * length * n * layers,
-        truncated=-2.0 * (sum(trajectories) - with_gradient) * once,
+        truncated=(3.0 * unshared - 2.0 * (sum(trajectories) - with_gradient)) * once,
     )
 
 
@@ -466,6 +468,7 @@ def _mode_rows(
         sized = copy.copy(config)
         sized.num_loops = loops
         plan = _plan_of(sized, loops)
+        trajectories = trajectories_of(sized, plan, batch.num_grad_loops)
         for mode in modes:
             if mode.kept_loops >= loops and not (loops == deepest[0] and mode == own):
                 continue
@@ -473,7 +476,7 @@ def _mode_rows(
             memory = plan_memory(
                 sized,
                 this,
-                trajectories_of(plan),
+                trajectories,
                 recipe.optimizer,
                 accumulates=accumulates,
                 num_processes=num_processes,
@@ -483,8 +486,8 @@ def _mode_rows(
                 ModeRow(
                     num_loops=loops,
                     mode=str(mode),
-                    saved_activations=saved_activation_bytes(sized, this, trajectories_of(plan)),
-                    whole_logits=saved_logit_bytes(sized, whole, trajectories_of(plan)),
+                    saved_activations=saved_activation_bytes(sized, this, trajectories),
+                    whole_logits=saved_logit_bytes(sized, whole, trajectories),
                     chunked_logits=each * _chunk(batch) * config.vocab_size * 4,
                     peak=memory.peak,
                     relative_time=executed_flops(sized, this, plan) / base,
