@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from loopformers.cli.console import print_heading, print_json, print_note, print_table, stderr
 from loopformers.cli.study_bars import StudyBars
 from loopformers.cli.study_cells import cells_table
-from loopformers.errors import ConfigError
+from loopformers.errors import ConfigError, check_count
 
 if TYPE_CHECKING:
     from loopformers.studies.engine import Study
@@ -71,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--fast runs a grid of its own, and --config {arguments.config} is another; give one of them"
         )
+    check_count("jobs", arguments.jobs)
     name = arguments.config or (FAST_GRID if arguments.fast else DEFAULT_GRID)
     folder = arguments.output_dir or OUTPUT_ROOT / Path(name).stem
     if arguments.report_only:
