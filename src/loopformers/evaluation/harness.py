@@ -31,9 +31,13 @@ __all__ = ["MODEL_NAME", "LoopformersLM", "register"]
 MODEL_NAME = "loopformers"
 """What the harness knows the class by: `--model loopformers`."""
 
+HARNESS_DEVICE = "cuda:0"
+"""What the harness's command line asks for unless told otherwise, whether the machine has it or not."""
+
 
 def register() -> None:
     """Enter the class into the harness's registry of models."""
+    import lm_eval.models  # noqa: F401  fills the registry with the harness's own, which it does only while it is empty
     from lm_eval.api.registry import model_registry
 
     if MODEL_NAME not in model_registry:
@@ -97,6 +101,8 @@ class LoopformersLM(HFLM):
         share_contexts: bool = True,
         add_bos_token: bool | None = None,
     ) -> None:
+        if device == HARNESS_DEVICE and not torch.cuda.is_available():
+            device = None
         if isinstance(pretrained, str):
             pretrained, tokenizer = load_any_model(pretrained, tokenizer=tokenizer, device=device, dtype=dtype)
         else:
@@ -134,30 +140,35 @@ class LoopformersLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = True, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        rows = [self._row(index, *request[1:]) for index, request in enumerate(requests)]
-        answers: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        rows = [row for index, request in enumerate(requests) for row in self._rows(index, *request[1:])]
+        answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         for batch, is_shared in self._batches(rows):
             scored = self._score_shared(batch) if is_shared else self._score_whole(batch)
-            for row, answer in zip(batch, scored, strict=True):
-                answers[row.index] = answer
-                if requests[row.index][0] is not None:  # windows of a rolling request have no key of their own
-                    self.cache_hook.add_partial("loglikelihood", requests[row.index][0], answer)
+            for row, (nats, is_greedy) in zip(batch, scored, strict=True):
+                before, was_greedy = answers[row.index]
+                answers[row.index] = before + nats, was_greedy and is_greedy
             self.on_progress(len(batch))
+        for request, answer in zip(requests, answers, strict=True):
+            if request[0] is not None:  # windows of a rolling request have no key of their own
+                self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return answers
 
-    def _row(self, index: int, context: list[int], continuation: list[int]) -> Row:
+    def _rows(self, index: int, context: list[int], continuation: list[int]) -> list[Row]:
+        """Return what is scored for a request: one row, cut on the left where it is too long.
+
+        A continuation that is too long by itself (the harness refuses it) goes in windows, as a rolling text does: each
+        token once, with as much before it as fits.
+        """
         if not continuation:
             raise DataError("a continuation of 0 tokens has no likelihood; the tokenizer turned its text into nothing")
-        if len(continuation) > self.max_length:
-            raise DataError(
-                f"a continuation of {len(continuation)} tokens is longer than the {self.max_length} that the model sees; raise "
-                "max_length if its positions allow, or leave the task out"
-            )
-        too_many = len(context) + len(continuation) - (self.max_length + 1)
-        if too_many > 0:
-            self.num_cut += 1
-            context = context[too_many:]
-        return Row(index, tuple(context), tuple(continuation))
+        tokens, size = context + continuation, self.max_length
+        self.num_cut += len(tokens) > size + 1
+        rows = []
+        for start in range(len(context), len(tokens), size):
+            scored = tokens[start : start + size]
+            before = tokens[max(0, start - (size + 1 - len(scored))) : start]
+            rows.append(Row(index, tuple(before), tuple(scored)))
+        return rows
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[Row], bool]]:
         """Yield rows that run together, longest first, and whether they go by shared contexts."""
@@ -190,9 +201,7 @@ class LoopformersLM(HFLM):
         ids = self._padded(sequences)
         first = min(len(row.context) for row in rows) - 1  # logits before it predict contexts alone
         logits = self._run(ids, keep=ids.shape[1] - first)
-        parts = [
-            logits[i, len(row.context) - 1 - first : row.length - first] for i, row in enumerate(rows)
-        ]
+        parts = [logits[i, len(row.context) - 1 - first : row.length - first] for i, row in enumerate(rows)]
         return self._answers(torch.cat(parts), rows)
 
     def _score_shared(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
@@ -306,7 +315,9 @@ def _check_max_length(model: Any, max_length: int) -> None:
     positions = getattr(config, "max_position_embeddings", None)
     has_end = getattr(config, "position_embedding", None) == "learned" or not is_looped(model)
     if has_end and positions is not None and max_length > positions:
-        raise ConfigError(f"max_length={max_length} is more than the {positions} positions of the model; give at most those")
+        raise ConfigError(
+            f"max_length={max_length} is more than the {positions} positions of the model; give at most those"
+        )
 
 
 @contextlib.contextmanager

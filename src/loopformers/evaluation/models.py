@@ -13,7 +13,7 @@ from loopformers.errors import CheckpointError, ConfigError
 from loopformers.model.config import LoopConfig
 from loopformers.model.quiet import quiet_transformers
 
-__all__ = ["check_tokenizer", "is_looped", "load_any_model", "model_hash", "training_flops"]
+__all__ = ["check_tokenizer", "is_looped", "load_any_model", "looped_config", "model_hash", "training_flops"]
 
 PADDING_ROWS = 128
 """Vocabularies are padded to a multiple of at most so many rows; a tokenizer that is smaller by more is another one."""
@@ -22,6 +22,15 @@ PADDING_ROWS = 128
 def is_looped(model: Any) -> bool:
     """Whether a model is one of ours, and so takes a number of loops."""
     return isinstance(model.config, LoopConfig)
+
+
+def looped_config(folder: str) -> bool:
+    """Whether a folder holds a checkpoint of ours, judged by its config.json."""
+    try:
+        fields = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(fields, dict) and fields.get("model_type") == LoopConfig.model_type
 
 
 def load_any_model(
@@ -49,6 +58,8 @@ def load_any_model(
         raise CheckpointError(f"{name} is no file; give a GGUF file, a folder or a name on the hub")
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ConfigError(f"dtype={dtype!r} is no type of torch; write float32, bfloat16, float16 or auto")
+    if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r} and torch sees no CUDA device; leave it out, or give cpu")
     with quiet_transformers():
         try:
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
@@ -109,10 +120,10 @@ UNIMPORTANT = ("_name_or_path", "name_or_path", "transformers_version", "archite
 """Fields of a configuration that change no answer (the weights' own dtype is hashed with them)."""
 
 
-def training_flops(name: str) -> float | None:
+def training_flops(folder: str) -> float | None:
     """Return the operations that training a checkpoint took, where its folder records them (`result.json`)."""
     try:
-        result = json.loads((Path(name) / "result.json").read_text(encoding="utf-8"))
+        result = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
         return float(result["training_flops"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

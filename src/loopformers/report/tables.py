@@ -1,4 +1,4 @@
-"""One table value, rendered for a terminal, Markdown, HTML, CSV and JSON.
+"""One table value, rendered for a terminal, Markdown, HTML, LaTeX, CSV and JSON.
 
 A table knows its units and formats, so that a number reads the same wherever it is shown; raw values travel in CSV and
 JSON. This module imports neither rich nor matplotlib until a rendering asks for it.
@@ -198,6 +198,27 @@ class Table:
             for tag, column, cell in zip(tags, self.columns, cells, strict=True)
         )
 
+    def to_latex(self) -> str:
+        """Return a `table` environment with rules of the package booktabs, under its title as caption."""
+        heading = " & ".join(_latex(column.heading) for column in self.columns)
+        rows = [" & ".join(map(_latex, cells)) + " \\\\" for cells in self.texts()]
+        alignment = "".join(column.align[0] for column in self.columns)
+        caption = _latex(self.title) + (f". {_latex(self.note)}" if self.note else "")
+        lines = [
+            "\\begin{table}",
+            "\\centering",
+            f"\\caption{{{caption}}}",
+            f"\\begin{{tabular}}{{{alignment}}}",
+            "\\toprule",
+            f"{heading} \\\\",
+            "\\midrule",
+            *rows,
+            "\\bottomrule",
+            "\\end{tabular}",
+            "\\end{table}",
+        ]
+        return "\n".join(lines)
+
     def to_csv(self) -> str:
         """Return raw values under their keys, RFC 4180 with `\\n` line ends; a missing value is an empty field."""
         buffer = io.StringIO()
@@ -228,3 +249,19 @@ def _markdown(text: str) -> str:
     for character in "\\`*_[]<>|":
         text = text.replace(character, "\\" + character)
     return " ".join(text.split())
+
+
+LATEX = {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "\\": "\\textbackslash{}",
+    "~": "\\textasciitilde{}",
+    "^": "\\textasciicircum{}",
+    "\N{PLUS-MINUS SIGN}": "$\\pm$",
+    INFINITY: "$\\infty$",
+    MISSING: "--",
+}
+"""What characters become that LaTeX reads as commands, or has none of."""
+
+
+def _latex(text: str) -> str:
+    return " ".join("".join(LATEX.get(character, character) for character in text).split())
