@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "ExitWarning",
     "LoopformersError",
     "MissingExtraError",
     "NonFiniteError",
@@ -44,6 +45,10 @@ class DataError(LoopformersError, ValueError):
 
 class NonFiniteError(LoopformersError, ArithmeticError):
     """A loss or a gradient is not finite."""
+
+
+class ExitWarning(UserWarning):
+    """An exit rule on a model whose training never decoded the states that its tokens leave with."""
 
 
 class MissingExtraError(LoopformersError, ImportError):

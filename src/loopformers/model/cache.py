@@ -1,25 +1,38 @@
-"""The exact cache: one row of keys and values for each (stage, layer, loop), valid for one schedule."""
+"""The exact cache: one row of keys and values for each (stage, layer, loop), valid for one schedule.
+
+Under an exit rule a token may leave before the last loop and has no keys and values of the loops behind. There its
+deepest ones stand in: those that the same layer made in the token's last loop (`SlotLayer`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from loopformers.errors import CacheError
+from loopformers.nn.attention import KeyValueSlot
 from loopformers.recurrence.slots import Stage
 from loopformers.schedule import Schedule
 
 if TYPE_CHECKING:
     from loopformers.model.config import LoopConfig
 
-__all__ = ["LoopedCache", "SlotLayer"]
+__all__ = ["LoopedCache", "SlotLayer", "SlotSource"]
 
 FIRST_CAPACITY = 64
 """Tokens that a row has room for at first; it doubles from there."""
+
+
+class SlotSource(Protocol):
+    """Where layers find their cache rows."""
+
+    def slot(self, stage: Stage, layer_idx: int, loop_idx: int = 0) -> KeyValueSlot:
+        """Return the row of a layer in a loop."""
+        ...
 
 
 @dataclass(slots=True)
@@ -33,18 +46,25 @@ class SlotLayer(CacheLayerMixin):
     """One row: keys and values of one layer in one loop, (batch, heads, tokens, dim), in a buffer that doubles.
 
     New tokens are written behind `extent.num_tokens`, whatever the buffer holds there, so a forward that failed half-way
-    leaves no trace.
+    leaves no trace. Tokens that this row has not seen, because they left in an earlier loop, are filled in from the row
+    below when this row is next written.
+
+    Args:
+        extent: Of the cache.
+        below: Row of the same layer in the loop before, if there is one.
     """
 
     is_sliding = False
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, extent: Extent) -> None:
+    def __init__(self, extent: Extent, below: SlotLayer | None = None) -> None:
         super().__init__()
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.extent = extent
+        self.below = below
+        self.num_filled = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Note dtype and device; buffers are made by `update`."""
@@ -55,13 +75,24 @@ class SlotLayer(CacheLayerMixin):
         """Append the new tokens and return all: (batch, heads, tokens, dim) twice."""
         if not self.is_initialized:
             self.lazy_initialization(key_states)
-        self.keys = self._append(self.keys, key_states)
-        self.values = self._append(self.values, value_states)
-        total = self.extent.num_tokens + key_states.shape[-2]
+        start, filled = self.extent.num_tokens, min(self.num_filled, self.extent.num_tokens)
+        below = self.below
+        if filled < start and below is not None and below.keys is not None and below.values is not None:
+            self.keys = self._write(self.keys, below.keys[..., filled:start, :], filled)
+            self.values = self._write(self.values, below.values[..., filled:start, :], filled)
+        self.keys = self._write(self.keys, key_states, start)
+        self.values = self._write(self.values, value_states, start)
+        self.num_filled = total = start + key_states.shape[-2]
         return self.keys[..., :total, :], self.values[..., :total, :]
 
-    def _append(self, buffer: Tensor | None, new: Tensor) -> Tensor:
-        start = self.extent.num_tokens
+    def newest(self) -> tuple[Tensor, Tensor]:
+        """Return what the call under way has written: (batch, heads, new, dim) twice."""
+        assert self.keys is not None, "a row is read after it was written"
+        assert self.values is not None, "keys and values are written together"
+        new = slice(self.extent.num_tokens, self.num_filled)
+        return self.keys[..., new, :], self.values[..., new, :]
+
+    def _write(self, buffer: Tensor | None, new: Tensor, start: int) -> Tensor:
         total = start + new.shape[-2]
         if torch.is_grad_enabled() and (new.requires_grad or (buffer is not None and buffer.requires_grad)):
             return (
@@ -81,6 +112,7 @@ class SlotLayer(CacheLayerMixin):
         if self.keys is not None and self.values is not None:
             self.keys = change(self.keys[..., : self.extent.num_tokens, :])
             self.values = change(self.values[..., : self.extent.num_tokens, :])
+            self.num_filled = min(self.num_filled, self.extent.num_tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the rows of these beams."""
@@ -113,6 +145,9 @@ class LoopedCache(Cache):
     Args:
         config: Configuration of the model.
 
+    Attributes:
+        exit_loops: Loops that each token got, (batch, tokens), 0 for padding; None: no exit rule has been at work.
+
     Example:
         >>> import torch
         >>> from loopformers import LoopConfig, LoopedForCausalLM
@@ -132,6 +167,7 @@ class LoopedCache(Cache):
         self.valid: Tensor | None = None
         self.positions: Tensor | None = None
         self.modulations: Tensor | None = None
+        self.exit_loops: Tensor | None = None
         self.is_packed = False
 
     def begin(self, schedule: Schedule, batch_size: int) -> None:
@@ -140,6 +176,8 @@ class LoopedCache(Cache):
         Raises:
             CacheError: The cache holds another schedule or another batch size.
         """
+        for layer in self.layers:  # of what a crop or a call that failed has left behind, nothing counts
+            layer.num_filled = min(layer.num_filled, self.extent.num_tokens)
         if self.extent.num_tokens == 0:
             if schedule != self.schedule:
                 self.modulations = None
@@ -165,7 +203,8 @@ class LoopedCache(Cache):
     def row(self, slot: int) -> SlotLayer:
         """Return a row by its number."""
         while len(self.layers) <= slot:
-            self.layers.append(SlotLayer(self.extent))
+            below = self.layout.slot_below(len(self.layers))
+            self.layers.append(SlotLayer(self.extent, None if below is None else self.layers[below]))
         return self.layers[slot]
 
     def update(
@@ -174,16 +213,30 @@ class LoopedCache(Cache):
         """Append to a row by its number; transformers' name for `row(layer_idx).update(..)`."""
         return self.row(layer_idx).update(key_states, value_states)
 
-    def advance(self, positions: Tensor, valid: Tensor | None) -> None:
+    def advance(self, positions: Tensor, valid: Tensor | None, exit_loops: Tensor | None = None) -> None:
         """Count the new tokens; the model's forward calls it once, when all rows are written.
 
         Args:
             positions: Positions of the new tokens, (batch, new).
             valid: True for text and False for padding, of all tokens, (batch, tokens); None: no padding.
+            exit_loops: Loops that each new token got, (batch, new); None: all of the schedule's.
         """
+        if exit_loops is not None or self.exit_loops is not None:
+            self.exit_loops = self._exit_loops(positions, valid, exit_loops)
         self.positions = positions if self.positions is None else torch.cat([self.positions, positions], dim=1)
         self.valid = valid
         self.extent.num_tokens += positions.shape[1]
+
+    def _exit_loops(self, positions: Tensor, valid: Tensor | None, new: Tensor | None) -> Tensor:
+        assert self.schedule is not None, "begin() has fixed it"
+        past = self.exit_loops
+        if past is None:
+            past = positions.new_full((len(positions), self.extent.num_tokens), self.schedule.num_loops)
+            past = past if valid is None else past * valid[:, : self.extent.num_tokens]
+        if new is None:
+            new = torch.full_like(positions, self.schedule.num_loops)
+            new = new if valid is None else new * valid[:, self.extent.num_tokens :]
+        return torch.cat([past, new], dim=1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of cached tokens, the same for every row."""
@@ -208,7 +261,7 @@ class LoopedCache(Cache):
         """Forget everything, the schedule too."""
         self.layers.clear()
         self.extent.num_tokens = 0
-        self.schedule = self.valid = self.positions = self.modulations = None
+        self.schedule = self.valid = self.positions = self.modulations = self.exit_loops = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the rows of these beams."""
@@ -230,3 +283,4 @@ class LoopedCache(Cache):
     def _change_bookkeeping(self, change: Any) -> None:
         self.positions = None if self.positions is None else change(self.positions)
         self.valid = None if self.valid is None else change(self.valid)
+        self.exit_loops = None if self.exit_loops is None else change(self.exit_loops)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from loopformers.errors import CacheError, CheckpointError, ConfigError
 from loopformers.laws import LoopPlan
-from loopformers.model.cache import LoopedCache
+from loopformers.model.cache import LoopedCache, SlotSource
 from loopformers.model.config import LoopConfig
 from loopformers.model.saved_schedule import check_saved_schedule
 from loopformers.model.transformers_range import CACHE_NAME
@@ -73,12 +73,24 @@ class LoopedCausalLMOutput(CausalLMOutputWithPast):
         residual_norms: Mean over tokens of the L2 norm of the residual stream before each loop's closing norm, (loops,).
         loop_diagnostics: Residual norms, state cosines and gradient norms by loop, on request.
         loss_parts: Terms of the objective by name, scalars without gradient, in training mode.
+        exit_loops: Loops that each token got under an exit rule, (batch, seq), 0 for padding.
     """
 
     loop_states: tuple[Tensor, ...] | None = None
     residual_norms: Tensor | None = None
     loop_diagnostics: LoopDiagnostics | None = None
     loss_parts: dict[str, Tensor] | None = None
+    exit_loops: Tensor | None = None
+
+
+class ExitRunner(Protocol):
+    """How the model sees an exit rule (`loopformers.generation`): something that runs a forward call in its place."""
+
+    def run(
+        self, model: LoopedForCausalLM, *, schedule: Schedule, logits_to_keep: int | Tensor, **inputs: Any
+    ) -> LoopedCausalLMOutput:
+        """Run the model until each token leaves. `inputs`: ids, mask, positions, embeddings and cache of `forward`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,23 +337,15 @@ class LoopedModel(LoopedPreTrainedModel):
         start: tuple[int, Tensor] | None = None,
     ) -> Tensor:
         """Run the core along a schedule and return the last state, (batch, seq, dim). Arguments as `unroll`'s."""
-        modulations = self._modulations(schedule, cache, prepared.inputs.device)
+        modulations = self.modulations(schedule, cache, prepared.inputs.device)
         step_sizes = schedule.step_sizes
 
         def loop(
             inputs: Tensor, state: Tensor | None, loop_idx: int, modulation: Tensor | None
         ) -> tuple[Tensor, Tensor]:
-            x = self.stream(inputs, state, step_sizes[loop_idx])
-            for i, layer in enumerate(self.layers):
-                x, signal = (x, None) if state is None else self.injection(i, x, state)
-                x = layer(
-                    x,
-                    prepared.context,
-                    signal=signal,
-                    modulation=None if modulation is None else Modulation(*modulation[i]),
-                    slot=None if cache is None else cache.slot("core", i, loop_idx),
-                )
-            return x, self.norm(x) if self.config.loop_norm else x
+            return self.one_loop(
+                inputs, state, loop_idx, step_sizes[loop_idx], modulation, prepared.context, cache=cache
+            )
 
         checkpoint = None
         if self.gradient_checkpointing and self.training:
@@ -369,7 +373,44 @@ class LoopedModel(LoopedPreTrainedModel):
             start=start,
         )
 
-    def finish(self, state: Tensor, prepared: PreparedInputs, cache: LoopedCache | None = None) -> Tensor:
+    def one_loop(
+        self,
+        inputs: Tensor,
+        state: Tensor | None,
+        loop_idx: int,
+        step_size: float,
+        modulation: Tensor | None,
+        context: AttentionContext,
+        *,
+        cache: SlotSource | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run one loop, of all tokens or of some.
+
+        Args:
+            inputs: The core's inputs, (batch, seq, dim).
+            state: State after the previous loop, same shape; None in the first.
+            loop_idx: Which loop, from 0: the cache rows to write.
+            step_size: Δ of this loop.
+            modulation: What conditioning tells this loop, (layers, 4, dim); None: nothing.
+            context: Of these tokens.
+            cache: Holds the rows.
+
+        Returns:
+            The residual stream before the closing norm, and the state.
+        """
+        x = self.stream(inputs, state, step_size)
+        for i, layer in enumerate(self.layers):
+            x, signal = (x, None) if state is None else self.injection(i, x, state)
+            x = layer(
+                x,
+                context,
+                signal=signal,
+                modulation=None if modulation is None else Modulation(*modulation[i]),
+                slot=None if cache is None else cache.slot("core", i, loop_idx),
+            )
+        return x, self.norm(x) if self.config.loop_norm else x
+
+    def finish(self, state: Tensor, prepared: PreparedInputs, cache: SlotSource | None = None) -> Tensor:
         """Turn a state into a final hidden state: the coda, and the final norm where the loop has not applied it."""
         for i, layer in enumerate(self.coda):
             state = layer(state, prepared.context, slot=None if cache is None else cache.slot("coda", i))
@@ -505,7 +546,8 @@ class LoopedModel(LoopedPreTrainedModel):
             positions, head_dim=config.head_dim, theta=config.rope_theta, table_dtype=table_dtype, dtype=dtype
         )
 
-    def _modulations(self, schedule: Schedule, cache: LoopedCache | None, device: torch.device) -> Tensor | None:
+    def modulations(self, schedule: Schedule, cache: LoopedCache | None, device: torch.device) -> Tensor | None:
+        """Return what conditioning tells each loop of a schedule, (loops, layers, 4, dim), or None where it tells nothing."""
         if self.config.conditioning == "none":
             return None
         if cache is not None and cache.modulations is not None:
@@ -576,6 +618,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         cache: LoopedCache | None = None,
         cache_position: Tensor | None = None,
+        exit_rule: ExitRunner | None = None,
     ) -> LoopedCausalLMOutput | tuple[Any, ...]:
         """Run the model along a schedule, and compute the loss where labels are given.
 
@@ -604,6 +647,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             return_dict: False for a tuple.
             cache: See `past_key_values`.
             cache_position: Unused: the cache knows where it stands. Older transformers pass it.
+            exit_rule: Decides after each loop which tokens leave (`loopformers.generation`); the schedule is then the deepest
+                run that a token may get. For generation and scoring, without labels.
 
         Raises:
             ConfigError: Not a legal schedule, mask, input or combination.
@@ -615,7 +660,36 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
         if targets is not None and (isinstance(logits_to_keep, Tensor) or logits_to_keep != 0):
             raise ConfigError("a loss needs the logits of all positions; call with logits_to_keep=0")
-        if targets is not None and self.training:
+        if exit_rule is not None:
+            if not hasattr(exit_rule, "run"):
+                raise ConfigError(
+                    f"exit_rule={exit_rule!r} is no exit rule; make one with loopformers.generation.parse_exit_rule, such as "
+                    "parse_exit_rule('kl:5e-4')"
+                )
+            if targets is not None or any(
+                (
+                    output_loop_states,
+                    output_residual_norms,
+                    output_loop_diagnostics,
+                    output_hidden_states,
+                    output_attentions,
+                )
+            ):
+                raise ConfigError(
+                    "exit_rule with labels or with states, norms or attentions of every loop: tokens that leave have none; leave "
+                    "these out, and measure losses with loopformers.evaluation.exit.measure_exit"
+                )
+            output = exit_rule.run(
+                self,
+                schedule=self.config.resolve_schedule(num_loops, schedule),
+                logits_to_keep=logits_to_keep,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                inputs_embeds=inputs_embeds,
+                cache=self.model.resolve_cache(cache if past_key_values is None else past_key_values, use_cache),
+            )
+        elif targets is not None and self.training:
             long = self.config.resolve_schedule(num_loops, schedule)
             output = self._objective(
                 long,

@@ -40,6 +40,11 @@ class SlotLayout:
             case _:
                 assert_never(stage)
 
+    def slot_below(self, slot: int) -> int | None:
+        """Return the row of the same layer in the loop before; None: this row is not in the core, or in its first loop."""
+        below = slot - self.num_core_layers
+        return below if below >= self.slot("core", 0) else None
+
     def num_slots(self, num_loops: int) -> int:
         """Return how many rows a run of `num_loops` fills."""
         return self.slot("core", 0, loop_idx=num_loops)
