@@ -337,7 +337,7 @@ def test_time_is_operations_over_speed_and_the_update() -> None:
 
 
 def test_epochs_are_tokens_of_the_run_over_tokens_of_the_text() -> None:
-    text = count_text(DataRecipe(seq_len=24))
+    text = count_text(Recipe(data=DataRecipe(seq_len=24)))
     plan = make_plan(recipe(), text=text)
     assert text.tokens is not None
     assert text.tokens > 4_000_000
@@ -345,14 +345,14 @@ def test_epochs_are_tokens_of_the_run_over_tokens_of_the_text() -> None:
 
 
 def test_text_that_is_only_named_is_not_counted() -> None:
-    text = count_text(DataRecipe(sources=("someone/corpus",)))
+    text = count_text(Recipe(data=DataRecipe(sources=("someone/corpus",))))
     assert text.tokens is None
     assert "someone/corpus" in text.reason
 
 
 def test_text_of_a_path_that_does_not_exist_is_an_error(tmp_path: Any) -> None:
     with pytest.raises(DataError, match="nowhere"):
-        count_text(DataRecipe(sources=(str(tmp_path / "nowhere.txt"),)))
+        count_text(Recipe(data=DataRecipe(sources=(str(tmp_path / "nowhere.txt"),))))
 
 
 def test_a_batch_that_does_not_divide_is_an_error_that_names_one_that_does() -> None:

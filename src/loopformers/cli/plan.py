@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = recipe_file.resolve(configs, fields)
     options = {"num_processes": arguments.processes, "config": plan_config(recipe), "device_type": arguments.device}
     make_plan(recipe, **options)  # every rule is checked before anything is read or timed
-    text = TextCount(tokens=None, reason="not asked for") if arguments.no_data else count_text(recipe.data)
+    text = TextCount(tokens=None, reason="not asked for") if arguments.no_data else count_text(recipe)
     plan = make_plan(recipe, text=text, calibration=_calibration(arguments, recipe), **options)
     if arguments.json:
         print_json({"recipe": configs, "fingerprint": recipe.fingerprint(), **dataclasses.asdict(plan)})

@@ -145,20 +145,21 @@ def summary_table(run: PreparedRun) -> Table:
 
     recipe, config, windows = run.recipe, run.config, run.train_windows
     tokens = recipe.training.steps * run.tokens_per_step
-    flops = config.training_flops_per_token(seq_len=recipe.data.seq_len) * tokens
+    flops = config.training_flops_per_token(seq_len=recipe.seq_len) * tokens
+    source = ", ".join(recipe.data.sources) if recipe.task is None else str(recipe.task)
     if isinstance(windows, PackedTokens):
         text = f"{windows.num_tokens:,} tokens, {windows.num_documents:,} documents"
         number, epochs = f"{len(windows):,} windows", f", {tokens / windows.num_tokens:.2f} times the text"
     else:
-        text, number, epochs = "streamed", "windows", ""
+        text, number, epochs = "streamed" if recipe.task is None else "made as training goes on", "windows", ""
     sizes = f"{config.num_hidden_layers} layers x {config.num_loops} loops, width {config.hidden_size}"
     rows = {
         "model": f"{recipe.model.preset}, {sizes}",
         "parameters": f"{config.num_parameters():,}",
         "objective": config.objective,
         "law": str(run.law),
-        "text": f"{', '.join(recipe.data.sources)}: {text}",
-        "windows": f"{number} of {recipe.data.seq_len} tokens for training, {len(run.validation_windows):,} to score",
+        "text" if recipe.task is None else "task": f"{source}: {text}",
+        "windows": f"{number} of {recipe.seq_len} tokens for training, {len(run.validation_windows):,} to score",
         "update": f"{recipe.training.batch_size} windows, {run.tokens_per_step:,} tokens",
         "training": f"{recipe.training.steps:,} updates, {tokens:,} tokens{epochs}",
         "operations": f"about {flops:.2e} at {config.num_loops} loops",
@@ -180,6 +181,7 @@ def result_table(result: RunResult) -> Table:
     """Return the scores by budget."""
     from loopformers.report.tables import Column, Table
 
+    levels = tuple(result.budgets[0].get("solved_by_difficulty", ()))
     return Table(
         title="Validation",
         columns=(
@@ -187,7 +189,14 @@ def result_table(result: RunResult) -> Table:
             Column(key="schedule", title="step sizes"),
             Column(key="loss", title="loss", unit="nats per token", align="right", format=".4f"),
             Column(key="perplexity", title="perplexity", align="right", format=",.2f"),
-            Column(key="bits_per_byte", title="bits per byte", align="right", format=".4f"),
+            *(
+                (
+                    Column(key="solved", title="solved", align="right", format=".3f"),
+                    *(Column(key=f"at {k}", title=f"at {k}", align="right", format=".3f") for k in levels),
+                )
+                if levels
+                else (Column(key="bits_per_byte", title="bits per byte", align="right", format=".4f"),)
+            ),
             Column(key="mflops", title="forward", unit="MFLOP per token", align="right", format=",.2f"),
         ),
         rows=tuple(
@@ -196,14 +205,19 @@ def result_table(result: RunResult) -> Table:
                 "schedule": "uniform" if len(set(score["schedule"].split(","))) == 1 else score["schedule"],
                 "loss": score["loss"],
                 "perplexity": score["perplexity"],
-                "bits_per_byte": score["bits_per_byte"],
                 "mflops": score["flops_per_token"] / 1e6,
+                **(
+                    {"solved": score["solved"], **{f"at {k}": score["solved_by_difficulty"][k] for k in levels}}
+                    if levels
+                    else {"bits_per_byte": score["bits_per_byte"]}
+                ),
             }
             for score in result.budgets
         ),
         note=(
             f"After {result.steps:,} updates of {result.tokens_seen:,} tokens and {result.training_flops:.2e} operations. "
             f"Token frequencies alone: {result.unigram_loss:.4f} nats."
+            + (" Solved: share of questions answered exactly, of all and at each difficulty." if levels else "")
         ),
     )
 

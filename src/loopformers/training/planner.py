@@ -33,7 +33,7 @@ from loopformers.training.recipe import BUNDLED, build_law
 if TYPE_CHECKING:
     from loopformers.model.config import LoopConfig
     from loopformers.training.optimizers import OptimizerSettings
-    from loopformers.training.recipe import DataRecipe, Recipe
+    from loopformers.training.recipe import Recipe
 
 __all__ = [
     "CacheRow",
@@ -217,7 +217,7 @@ def make_plan(
     processes = int(os.environ.get("WORLD_SIZE", "1")) if num_processes is None else num_processes
     batch = Microbatch(
         windows=_windows(recipe, processes),
-        seq_len=recipe.data.seq_len,
+        seq_len=recipe.seq_len,
         precision=training.precision,
         mode=ActivationMode(checkpointing=training.activation_checkpointing, kept_loops=training.kept_loops),
         loss_chunk_tokens=training.loss_chunk_tokens,
@@ -226,7 +226,7 @@ def make_plan(
     )
     draws = _draws(recipe, config)
     deepest = max((trajectories_of(config, plan, training.num_grad_loops) for plan in draws), key=lambda t: (sum(t), t))
-    tokens_per_step = training.batch_size * recipe.data.seq_len
+    tokens_per_step = training.batch_size * recipe.seq_len
     tokens = tokens_per_step * training.steps
     text = text or TextCount(tokens=None, reason="not counted")
     flops = _flops_plan(recipe, config, batch, draws, processes)
@@ -251,7 +251,7 @@ def make_plan(
         modes=_mode_rows(recipe, config, batch, deepest, processes),
         chunk_tokens=_chunk(batch),
         cache=tuple(
-            CacheRow(num_loops=loops, bytes_per_token=each, bytes_per_sequence=each * recipe.data.seq_len)
+            CacheRow(num_loops=loops, bytes_per_token=each, bytes_per_sequence=each * recipe.seq_len)
             for loops in _loop_counts(config, deepest)
             for each in [config.kv_bytes_per_token(loops, bytes_per_element=CACHE_BYTES)]
         ),
@@ -269,20 +269,23 @@ def plan_config(recipe: Recipe) -> LoopConfig:
         DataError: The vocabulary follows from a tokenizer that cannot be loaded.
     """
     from loopformers.model.quiet import quiet_transformers
-    from loopformers.training.run import load_tokenizer, model_config
+    from loopformers.training.run import model_config, recipe_tokenizer
 
     if recipe.data.tokenizer != BUNDLED and "vocab_size" in recipe.model.overrides:
         return model_config(recipe)
     with quiet_transformers():
-        return model_config(recipe, load_tokenizer(recipe.data))
+        return model_config(recipe, recipe_tokenizer(recipe))
 
 
-def count_text(data: DataRecipe) -> TextCount:
+def count_text(recipe: Recipe) -> TextCount:
     """Count the tokens of the training split, where text and tokenizer are on this disk.
 
     Raises:
         DataError: A source that is a path does not exist or holds no text.
     """
+    if recipe.task is not None:
+        return TextCount(tokens=None, reason="a task makes new rows for every update")
+    data = recipe.data
     for source in (*data.sources, data.tokenizer):
         if not _is_local(source):
             return TextCount(tokens=None, reason=f"{source!r} is a name, and is read only when the run starts")
@@ -419,7 +422,7 @@ def _flops_plan(
     }
     update = num_processes * update_flops(config, recipe.optimizer)
     executed = sum(parts.values()) + update
-    tokens = recipe.training.batch_size * recipe.data.seq_len
+    tokens = recipe.training.batch_size * recipe.seq_len
     return FlopsPlan(
         **parts,
         update=update,

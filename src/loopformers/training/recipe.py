@@ -1,4 +1,4 @@
-"""Recipes: a whole experiment as one value: model, data, loop law, optimiser, schedule, training, evaluation.
+"""Recipes: a whole experiment as one value: model, data or task, loop law, optimiser, schedule, training, evaluation.
 
 A recipe reads and writes nothing; `recipe_file` loads and saves it, `run` trains it. This module imports no torch: the
 classes of optimisers and learning-rate schedules are imported when a recipe is made.
@@ -15,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from loopformers.data.synthetic.registry import TASKS
 from loopformers.errors import ConfigError, check_count, unknown_name
 from loopformers.laws import Law
 from loopformers.schedule import Schedule
 
 if TYPE_CHECKING:
+    from loopformers.data.synthetic.contract import Task
     from loopformers.model.config import LoopConfig
     from loopformers.training.lr_schedules import LearningRateSchedule
     from loopformers.training.optimizers import OptimizerSettings
@@ -48,6 +50,7 @@ BUNDLED = "bundled"
 """The corpus, or the tokenizer, that ships with this package."""
 
 CHOICES: Mapping[str, Mapping[str, str]] = {
+    "task": TASKS,
     "law": {
         "fixed": "loopformers.laws:Fixed",
         "uniform_range": "loopformers.laws:UniformRange",
@@ -67,7 +70,8 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
 """Sections that hold one of several classes: by section, from the name in a recipe to where the class lives."""
 
 DEFAULT_CHOICE = {"optimizer": "muon_adamw", "lr_schedule": "constant_then_linear"}
-"""What a section is when it gives no name. A law has no default of its own: without one, the model's applies."""
+"""What a section is when it gives no name. Tasks and laws have no default: without a task a
+recipe trains on text, and without a law of its own the model's applies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,7 +229,9 @@ class Recipe:
     model: ModelRecipe = field(default_factory=ModelRecipe)
     """System and its fields."""
     data: DataRecipe = field(default_factory=DataRecipe)
-    """Text and windows."""
+    """Text and windows; at its defaults, and unused, where there is a task."""
+    task: Task | None = None
+    """Makes rows on the spot, in place of text; None: text."""
     law: Law | None = None
     """How training draws loops; None: the model's own `config.law`."""
     optimizer: OptimizerSettings = field(default_factory=lambda: _default("optimizer"))
@@ -236,6 +242,22 @@ class Recipe:
     """Length, batch, precision, folder."""
     evaluation: EvaluationRecipe = field(default_factory=EvaluationRecipe)
     """Validation."""
+
+    def __post_init__(self) -> None:
+        if self.task is None:
+            return
+        default = DataRecipe()
+        for name in (f.name for f in dataclasses.fields(DataRecipe)):
+            if getattr(self.data, name) != getattr(default, name):
+                raise ConfigError(
+                    f"data.{name}={getattr(self.data, name)!r} is about text, and a task makes its own rows and words; leave "
+                    "section data out, or task"
+                )
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a training window, or of a task's row."""
+        return self.data.seq_len if self.task is None else self.task.seq_len
 
     def fingerprint(self) -> str:
         """Return a digest of everything that the outcome depends on: all but where it is kept, cached and reported."""
@@ -272,9 +294,10 @@ def choice_classes(section: str) -> dict[str, type]:
 
 
 def to_fields(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as nested plain values, every field of every section named."""
+    """Return a recipe as nested plain values, every field of every section named; of text and task, the one it has."""
     fields: dict[str, Any] = {}
-    for section in (f.name for f in dataclasses.fields(Recipe)):
+    unused = "task" if recipe.task is None else "data"
+    for section in (f.name for f in dataclasses.fields(Recipe) if f.name != unused):
         value = getattr(recipe, section)
         if isinstance(value, ModelRecipe):
             fields[section] = {"preset": value.preset, **value.overrides}

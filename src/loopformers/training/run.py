@@ -35,9 +35,12 @@ from loopformers.data.packing import PackedTokens, pack_documents
 from loopformers.data.statistics import bytes_per_token, unigram_cross_entropy
 from loopformers.data.stream_sources import STREAMED_CORPORA, stream_documents
 from loopformers.data.streaming import StreamedWindows
+from loopformers.data.synthetic.rows import GeneratedRows, held_out_rows
+from loopformers.data.synthetic.tokenizer import task_tokenizer
 from loopformers.data.tokenizer import bundled_tokenizer
 from loopformers.errors import ConfigError, DataError, MissingExtraError, unknown_name
 from loopformers.evaluation.budget import BudgetResult, evaluate_budgets
+from loopformers.evaluation.exact_match import evaluate_task
 from loopformers.files import write_whole
 from loopformers.laws import Law
 from loopformers.model.config import LoopConfig
@@ -63,6 +66,8 @@ from loopformers.training.trainer import LoopTrainer, training_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from loopformers.data.synthetic.contract import Task
 
 __all__ = ["PreparedRun", "RunResult", "check_folder", "model_config", "prepare", "versions"]
 
@@ -127,8 +132,8 @@ class PreparedRun:
     """Of the trainer."""
     tokenizer: PreTrainedTokenizerFast
     """Its tokenizer."""
-    train_windows: PackedTokens | StreamedWindows
-    """Training windows."""
+    train_windows: PackedTokens | StreamedWindows | GeneratedRows
+    """Training windows, or rows of a task."""
     validation_windows: list[dict[str, Any]]
     """Windows to score."""
     unigram_loss: float
@@ -149,7 +154,7 @@ class PreparedRun:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of an update, over all processes."""
-        return self.recipe.training.batch_size * self.recipe.data.seq_len
+        return self.recipe.training.batch_size * self.recipe.seq_len
 
     def finished(self) -> RunResult | None:
         """Return the result of a run that is complete, or None."""
@@ -180,6 +185,7 @@ class PreparedRun:
         if (result := self.finished()) is not None:
             return result
         model = build_model(self.config, self.recipe)
+        evaluate = None if self.recipe.task is None else evaluate_task
         validation = BudgetValidationCallback(
             self.validation_windows,
             self.budgets,
@@ -187,6 +193,7 @@ class PreparedRun:
             log=StepLog(self.folder / VALIDATION_FILE),
             batch_size=self.recipe.evaluation.batch_size,
             bytes_per_token=self.bytes_per_token,
+            evaluate=evaluate,
         )
         trainer = LoopTrainer(
             model,
@@ -205,7 +212,7 @@ class PreparedRun:
         )
         with quiet_transformers():
             trainer.train(resume_from_checkpoint="auto")
-        scores = validation.last or evaluate_budgets(
+        scores = validation.last or (evaluate or evaluate_budgets)(
             model,
             self.validation_windows,
             self.budgets,
@@ -232,7 +239,7 @@ class PreparedRun:
             residual_norms=[record[:shallowest] for record in norms],
         )
 
-    def _judge(self, scores: list[BudgetResult]) -> RunResult:
+    def _judge(self, scores: Sequence[BudgetResult]) -> RunResult:
         last = StepLog(self.folder / METRICS_FILE).read()[-1]
         stability = self.assess(scores[0].loss)
         return RunResult(
@@ -274,7 +281,7 @@ class _LiveVerdict(TrainerCallback):
         self, run: PreparedRun, validation: BudgetValidationCallback, listener: ValidationListener | None
     ) -> None:
         self.run, self.validation, self.listener = run, validation, listener
-        self.seen: list[BudgetResult] = []
+        self.seen: Sequence[BudgetResult] = []
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report a new evaluation."""
@@ -296,7 +303,7 @@ def prepare(recipe: Recipe) -> PreparedRun:
     """
     check_folder(recipe, compare=False)
     with quiet_transformers():
-        tokenizer = load_tokenizer(recipe.data)
+        tokenizer = recipe_tokenizer(recipe)
     config = model_config(recipe, tokenizer)
     law = build_law(recipe, config)
     budgets = check_budgets(recipe.evaluation.budgets, config)
@@ -304,7 +311,10 @@ def prepare(recipe: Recipe) -> PreparedRun:
     check_folder(recipe)
     arguments = build_arguments(recipe)
     with arguments.main_process_first(desc="reading text"):  # the others find it in the cache
-        text = (read_stream if recipe.data.streaming else read_text)(recipe, tokenizer, config.vocab_size)
+        if recipe.task is not None:
+            text = make_rows(recipe, recipe.task, config.vocab_size)
+        else:
+            text = (read_stream if recipe.data.streaming else read_text)(recipe, tokenizer, config.vocab_size)
     return PreparedRun(
         recipe=recipe,
         config=config,
@@ -330,7 +340,7 @@ def model_config(recipe: Recipe, tokenizer: Any = None) -> LoopConfig:
         ConfigError: An illegal field, a vocabulary smaller than the tokenizer's, or windows beyond learned positions.
     """
     fields: dict[str, Any] = {
-        "max_position_embeddings": recipe.data.seq_len,
+        "max_position_embeddings": recipe.seq_len,
         "loop_seed": recipe.training.seed,
     }
     if tokenizer is not None:
@@ -342,10 +352,10 @@ def model_config(recipe: Recipe, tokenizer: Any = None) -> LoopConfig:
             f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {len(tokenizer)} entries; leave it out, "
             "or give at least that many"
         )
-    if config.position_embedding == "learned" and config.max_position_embeddings < recipe.data.seq_len:
+    if config.position_embedding == "learned" and config.max_position_embeddings < recipe.seq_len:
         raise ConfigError(
-            f"data.seq_len={recipe.data.seq_len} is beyond model.max_position_embeddings={config.max_position_embeddings} "
-            "learned positions; leave the latter out, or give at least that many"
+            f"{'data' if recipe.task is None else 'task'}.seq_len={recipe.seq_len} is beyond model.max_position_embeddings="
+            f"{config.max_position_embeddings} learned positions; leave the latter out, or give at least that many"
         )
     return config
 
@@ -428,8 +438,17 @@ def check_reporters(names: Sequence[str]) -> None:
             )
 
 
+def recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a recipe's text, or of its task.
+
+    Raises:
+        DataError: See `load_tokenizer`.
+    """
+    return load_tokenizer(recipe.data) if recipe.task is None else task_tokenizer(recipe.task)
+
+
 def load_tokenizer(data: DataRecipe) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a recipe.
+    """Return the tokenizer of a recipe's text.
 
     Raises:
         DataError: There is none of that name, or it has no end-of-text token.
@@ -453,7 +472,7 @@ def load_tokenizer(data: DataRecipe) -> PreTrainedTokenizerFast:
 class RunText:
     """The text of a run: see the fields of the same names in `PreparedRun`."""
 
-    train: PackedTokens | StreamedWindows
+    train: PackedTokens | StreamedWindows | GeneratedRows
     validation: list[dict[str, Any]]
     unigram_loss: float
     bytes_per_token: float | None
@@ -519,6 +538,21 @@ def read_stream(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, vocab_size: 
         train=windows("train", None, isolate_documents=data.isolate_documents),
         validation=held_out,
         unigram_loss=unigram_cross_entropy(seen, targets, vocab_size),
+        bytes_per_token=None,
+    )
+
+
+def make_rows(recipe: Recipe, task: Task, vocab_size: int) -> RunText:
+    """Return a task's rows in place of text; the unigram level rests on the answers of `UNIGRAM_WINDOWS` training rows."""
+    training = recipe.training
+    train = GeneratedRows(task, seed=training.seed, num_rows=training.steps * training.batch_size)
+    held_out = held_out_rows(task, recipe.evaluation.windows)
+    seen = np.concatenate([train[i]["labels"] for i in range(min(UNIGRAM_WINDOWS, len(train)))])
+    seen, asked = (labels[labels >= 0].astype(np.uint32) for labels in (seen, held_out.labels))
+    return RunText(
+        train=train,
+        validation=[held_out.row(i) for i in range(len(held_out))],
+        unigram_loss=unigram_cross_entropy(seen, asked, vocab_size),
         bytes_per_token=None,
     )
 

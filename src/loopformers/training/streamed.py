@@ -1,4 +1,4 @@
-"""How a trainer reads a stream: each rank its own part, and from its exact position after a resume."""
+"""How a trainer reads a stream: each rank its own part, and from its exact position after a resume; and a task's rows."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer
 
 from loopformers.data.streaming import StreamedWindows
+from loopformers.data.synthetic.rows import GeneratedRows
 from loopformers.errors import CheckpointError, ConfigError
 
 __all__ = ["StreamedData"]
 
 
 class StreamedData(Trainer):
-    """`transformers.Trainer` whose training data may be `StreamedWindows`; with other data it changes nothing.
+    """`transformers.Trainer` whose training data may be `StreamedWindows` or `GeneratedRows`; others are left as they are.
 
     Every rank reads its own part of the documents, where accelerate would let each read all and keep a share. A checkpoint
     holds each rank's position, so a resumed run starts reading there, where transformers would fetch and drop every batch
-    that was used before.
+    that was used before. Generated rows are read in their order, so that an update's rows depend on (seed, step) alone.
     """
 
     _windows_used = 0
@@ -50,6 +51,11 @@ class StreamedData(Trainer):
             drop_last=True,
             generator=torch.Generator(),
         )
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.train_dataset, GeneratedRows):
+            return SequentialSampler(self.train_dataset)
+        return super()._get_train_sampler(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Fetch the microbatches of a step, and count the windows that they use."""
