@@ -21,7 +21,7 @@ def load_config(folder: str) -> LoopConfig:
     """Return the configuration of a checkpoint.
 
     Raises:
-        CheckpointError: No such folder, no configuration in it, or one of another model.
+        CheckpointError: No such folder, no configuration in it, one of another model, or one without num_loops.
     """
     from loopformers.model.config import LoopConfig
 
@@ -45,6 +45,11 @@ def load_config(folder: str) -> LoopConfig:
         raise CheckpointError(
             f"{file} describes a model of type {model_type!r}, and this command opens {LoopConfig.model_type!r}; give a "
             "checkpoint that save_pretrained or loopformers convert wrote"
+        )
+    if "num_loops" not in fields:
+        raise CheckpointError(
+            f"{file} does not say num_loops, the number of loops that the model was trained with, on which budgets and "
+            "schedules rest; add it there, or save the model again"
         )
     return LoopConfig.from_pretrained(folder, local_files_only=True)
 

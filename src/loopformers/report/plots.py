@@ -41,6 +41,7 @@ __all__ = [
     "loss_panel",
     "plot_budgets",
     "plot_over_steps",
+    "plot_points",
     "plot_residual_maps",
     "plot_residual_norms",
     "save_figure",
@@ -304,6 +305,34 @@ def plot_budgets(
     if unknown := sorted(marked.keys() - {curve.label for curve in curves}):
         raise ConfigError(unknown_name("trained_loops", unknown[0], [curve.label for curve in curves]))
     return _plot_counts(curves, x_label=x_label, y_label=y_label, log_x=True, log_y=log_y, marked=marked)
+
+
+def plot_points(curves: Sequence[Curve], *, x_label: str, y_label: str) -> Figure:
+    """Draw points without lines, each curve's in its own colour and marker; the first, the crowd, small and faint.
+
+    Args:
+        curves: The crowd, then points that are to stand out, drawn as open marks around those of the crowd.
+        x_label: With its unit.
+        y_label: With its unit.
+
+    Raises:
+        ConfigError: No curves.
+    """
+    if not curves:
+        raise ConfigError("a figure of 0 curves shows nothing; give at least one")
+    with _style():
+        figure, (ax,) = _figure(height=3.1)
+        styles = _styles([curve.label for curve in curves[1:]])
+        crowd = curves[0]
+        ax.plot(crowd.x, [_drawable(y, False) for y in crowd.y], "o", color=MUTED, alpha=0.6, label=crowd.label)
+        for curve in curves[1:]:
+            style = {"color": styles[curve.label]["color"], "marker": styles[curve.label]["marker"]}
+            y = [_drawable(value, False) for value in curve.y]
+            ax.plot(curve.x, y, label=curve.label, **{**RING, **style, "markersize": 9})
+        ax.set_xlabel(x_label)
+        ax.set_ylabel(y_label)
+        _legend(figure, [ax])
+    return figure
 
 
 # -- files -------------------------------------------------------------------------------------------------------
