@@ -243,3 +243,75 @@ def test_what_is_no_curve_is_refused(call: Any, error: type[Exception], text: st
 def test_the_module_loads_no_torch() -> None:
     code = "import sys, loopformers.analysis.stability; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- one hand-made run of each kind -------------------------------------------------------------------------------
+
+LOOPS = 6
+
+
+def calm_residuals(records: int = STEPS) -> list[list[float]]:
+    """Norms that leave their initialisation within the first tenth and then grow by half."""
+    early = [[0.5 + 10 * i / records * 4] * LOOPS for i in range(records // 10)]
+    return early + [[8.0 + 4.0 * i / records] * LOOPS for i in range(records - records // 10)]
+
+
+def learning(end: float = 5.0, steps: int = STEPS) -> list[float]:
+    return [end + (7.6 - end) * math.exp(-6 * step / steps) for step in range(steps)]
+
+
+def one_loop_grows() -> list[list[float]]:
+    """All loops but the last stay where they are."""
+    return [[*[8.0] * (LOOPS - 1), 8.0 * 1.03**i] for i in range(STEPS)]
+
+
+def late_swing(share: float) -> list[float]:
+    """A norm that is calm at first and swings in the last `share` of training."""
+    calm = round(STEPS * (1 - share))
+    return [*smooth()[:calm], *swinging(STEPS - calm)]
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "it learns": ("stable", {}),
+    "it learns slowly, and just enough": ("stable", {"validation_losses": learning(end=6.06)}),
+    "it never leaves the unigram level": ("collapsed", {"validation_losses": [7.6, 6.5, 6.41, 6.4]}),
+    "it learns, and falls back": ("collapsed", {"validation_losses": [*learning(), 6.2]}),
+    "it ends above the unigram level": ("collapsed", {"validation_losses": [7.6, 8.0]}),
+    "it collapses with a calm gradient and residual stream": ("collapsed", {"validation_losses": [6.39]}),
+    "its gradient swings at every step": ("oscillating", {"gradient_norms": swinging()}),
+    "its gradient swings in the last third": ("oscillating", {"gradient_norms": late_swing(0.35)}),
+    "its gradient swings for a moment": ("stable", {"gradient_norms": late_swing(0.05)}),
+    "its gradient has three spikes": (
+        "stable",
+        {"gradient_norms": [8.0 if step in (60, 90, 120) else norm for step, norm in enumerate(smooth())]},
+    ),
+    "its gradient falls by a factor of a hundred": (
+        "stable", {"gradient_norms": [5.0 * 0.01 ** (step / STEPS) for step in range(STEPS)]},
+    ),
+    "its residual stream doubles from loop to loop and more": (
+        "exploding", {"residual_norms": [[2.1**loop for loop in range(LOOPS)]] * STEPS},
+    ),
+    "its residual stream grows by a third a loop": (
+        "stable", {"residual_norms": [[1.33**loop for loop in range(LOOPS)]] * STEPS},
+    ),
+    "the residual stream of one loop grows a hundredfold": ("exploding", {"residual_norms": one_loop_grows()}),
+    "its residual stream grows fiftyfold out of its initialisation alone": (
+        "stable", {"residual_norms": [[0.16] * LOOPS] * 10 + [[8.0] * LOOPS] * (STEPS - 10)},
+    ),
+    "a gradient is missing": ("exploding", {"gradient_norms": [None, *smooth()]}),
+    "a residual norm overflows once and comes back": (
+        "exploding", {"residual_norms": [[8.0] * LOOPS, [math.inf] * LOOPS, *[[8.0] * LOOPS] * STEPS]},
+    ),
+    "its loss is not finite": ("exploding", {"validation_losses": [5.0, math.nan], "gradient_norms": swinging()}),
+    "it has one loop": ("stable", {"residual_norms": [[8.0]] * STEPS}),
+    "it made one update": (
+        "collapsed", {"validation_losses": [7.6], "gradient_norms": [0.2], "residual_norms": [[3.0] * LOOPS]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_of_this_kind_gets_its_verdict(kind: str) -> None:
+    expected, curves = KINDS[kind]
+    run = {"validation_losses": learning(), "gradient_norms": smooth(), "residual_norms": calm_residuals(), **curves}
+    assert verdict(unigram_cross_entropy=UNIGRAM, **run) == expected
