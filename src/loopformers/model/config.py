@@ -94,7 +94,7 @@ class LoopConfig(Costs, PreTrainedConfig):
     """c in c tanh(logits / c); None: no cap."""
 
     stream: str = "inputs"
-    """Where loops after the first start: state, inputs_plus_state or inputs."""
+    """Where loops after the first start: state, inputs_plus_state, inputs or adapter."""
     injection: str = "query_all"
     """What layers see of the previous state: none, query_first, query_all or residual_all."""
     loop_norm: bool = True

@@ -6,9 +6,15 @@ torch's FlopCounterMode counts), and attention counts the whole square, as kerne
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+from torch import nn
+
 from loopformers.nn.conditioning import NUM_FREQUENCIES
+from loopformers.recurrence.injection import INJECTIONS
+from loopformers.recurrence.stream import STREAMS
 from loopformers.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -37,6 +43,7 @@ class Costs:
             "core": c.num_hidden_layers * layer,
             "coda": c.num_coda_layers * layer,
             "conditioning": embedders * (2 * NUM_FREQUENCIES * d + d + d * d + d) + modulation,
+            "recurrence": sum(math.prod(shape) for shapes in self._recurrence_shapes for shape in shapes),
             "norm": d if c.learned_norms != "none" else 0,
             "head": 0 if c.tie_word_embeddings else c.padded_vocab_size * d,
         }
@@ -127,7 +134,12 @@ class Costs:
         d, loops = c.hidden_size, run.num_loops
         modulation = 2 * c.num_hidden_layers * 4 * d * d if c.conditioning != "none" else 0
         conditioning = self._frequency_flops(run) + loops * (self._num_embedders * 2 * d * d + modulation)
-        return self._once_flops(c.num_coda_layers + c.num_hidden_layers * loops, batch_size, seq_len) + conditioning
+        recurrence = (loops - 1) * self._recurrence_flops * batch_size * seq_len
+        return (
+            self._once_flops(c.num_coda_layers + c.num_hidden_layers * loops, batch_size, seq_len)
+            + recurrence
+            + conditioning
+        )
 
     def _short_flops(self, long: Schedule, short: Schedule, batch_size: int, seq_len: int) -> int:
         """Operations of a short trajectory beside a long one: the loops that they share run once."""
@@ -135,14 +147,31 @@ class Costs:
         shared = c.shared_loops(long, short)
         if shared == short.num_loops:
             return self._once_flops(c.num_coda_layers, batch_size, seq_len)
-        return self._run_flops(short, batch_size, seq_len) - self._once_flops(
-            c.num_hidden_layers * shared, batch_size, seq_len
-        )
+        saved = self._once_flops(c.num_hidden_layers * shared, batch_size, seq_len)
+        saved += max(shared - 1, 0) * self._recurrence_flops * batch_size * seq_len
+        return self._run_flops(short, batch_size, seq_len) - saved
 
     def _frequency_flops(self, run: Schedule) -> int:
         """Operations on frequency embeddings, which are constants: no gradient goes into them."""
         c = cast("LoopConfig", self)
         return run.num_loops * self._num_embedders * 2 * NUM_FREQUENCIES * 2 * c.hidden_size
+
+    @property
+    def _recurrence_shapes(self) -> tuple[list[torch.Size], list[torch.Size]]:
+        """Shapes of the parameters that the stream start and the injection own."""
+        c = cast("LoopConfig", self)
+        with torch.device("meta"):
+            parts = [kind(c.hidden_size, nn.Identity()) for kind in (STREAMS[c.stream], INJECTIONS[c.injection])]
+        stream, injection = ([p.shape for p in part.parameters()] for part in parts)
+        return stream, injection
+
+    @property
+    def _recurrence_flops(self) -> int:
+        """Operations per token that a loop after the first adds: a product for each matrix of the stream start, and one a
+        layer for each of the injection."""
+        c = cast("LoopConfig", self)
+        stream, injection = (2 * sum(math.prod(s) for s in shapes if len(s) == 2) for shapes in self._recurrence_shapes)
+        return stream + c.num_hidden_layers * injection
 
     @property
     def _num_embedders(self) -> int:

@@ -59,6 +59,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "lt-query": _FLT | {"stream": "inputs", "injection": "query_first"},
     "flt-residual": _FLT | {"stream": "inputs", "injection": "residual_all"},
     "flt": _FLT | {"stream": "inputs", "injection": "query_all"},
+    "lt-adapter": _FLT | {"stream": "adapter", "injection": "none"},
     "base": _BASE | {"num_hidden_layers": 24, "num_loops": 1},
     "base-loop": _BASE,
     "base-loop-exit": _BASE | _SHORTCUT,

@@ -20,8 +20,9 @@ INIT_SCHEMES: tuple[str, ...] = get_args(InitScheme)
 ModulationInit = Literal["zero", "normal", "open"]
 MODULATION_INITS: tuple[str, ...] = get_args(ModulationInit)
 
-Role = Literal["input", "output", "head", "embedder", "modulation"]
-"""What a matrix is: a projection from the stream or back into it, the head, or a part of the conditioning."""
+Role = Literal["input", "output", "head", "embedder", "modulation", "identity"]
+"""What a matrix is: a projection from the stream or back into it, the head, a part of the conditioning, or a map of the
+stream onto itself that starts as the identity."""
 
 
 def as_role(role: Role, linear: nn.Linear) -> nn.Linear:
@@ -61,6 +62,8 @@ def initialize(
                     init.normal_(module.weight, std=std)
                 case "modulation":
                     _initialize_modulation(module, modulation, std)
+                case "identity":
+                    init.eye_(module.weight)
                 case role:
                     _initialize_projection(module, role == "output", scheme, std, num_layers)
         case _:

@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-__all__ = ["STREAMS", "Carry", "Inputs", "InputsPlusState", "Norm", "Stream"]
+from loopformers.nn.init import as_role
+
+__all__ = ["STREAMS", "Adapter", "Carry", "Inputs", "InputsPlusState", "Norm", "Stream"]
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -68,4 +70,28 @@ class Inputs(Stream):
         return self.norm(inputs)
 
 
-STREAMS: dict[str, type[Stream]] = {"state": Carry, "inputs_plus_state": InputsPlusState, "inputs": Inputs}
+class Adapter(Stream):
+    """`x = norm(W_e norm(e) + W_h h)`, both matrices the identity at the start: a learned mix of inputs and state.
+
+    Two maps of the stream per loop let a model keep, turn or drop what it carries, channel by channel; without them the
+    sum is normed in every loop, so that what a loop wrote fades by a fixed factor in each later one. A linear map of the
+    concatenated inputs and state is the adapter of recurrent-depth models (arXiv 2502.05171), there randomly initialised
+    and on noise in place of a first state.
+    """
+
+    def __init__(self, hidden_size: int, norm: Norm) -> None:
+        super().__init__(hidden_size, norm)
+        self.inputs_proj = as_role("identity", nn.Linear(hidden_size, hidden_size, bias=False))
+        self.state_proj = as_role("identity", nn.Linear(hidden_size, hidden_size, bias=False))
+
+    def restart(self, inputs: Tensor, state: Tensor, step_size: float) -> Tensor:
+        """Return the normed sum of the two maps."""
+        return self.norm(self.inputs_proj(self.norm(inputs)) + self.state_proj(state))
+
+
+STREAMS: dict[str, type[Stream]] = {
+    "state": Carry,
+    "inputs_plus_state": InputsPlusState,
+    "inputs": Inputs,
+    "adapter": Adapter,
+}
