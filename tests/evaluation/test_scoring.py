@@ -10,7 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from loopformers import ConfigError, LoopedForCausalLM, Schedule
+from loopformers.data.synthetic.registry import make_task
+from loopformers.data.synthetic.rows import held_out_rows
 from loopformers.evaluation.budget import evaluate_budgets, sweep_budgets
+from loopformers.evaluation.exact_match import evaluate_task
 from loopformers.evaluation.scoring import score_outside, score_runs, shared_runs
 from loopformers.model.presets import PRESETS
 from loopformers.testing import tiny_model
@@ -26,7 +29,8 @@ def windows(lengths: tuple[int, ...] = (7, 7, 7, 5, 7)) -> list[dict[str, torch.
         ids = torch.randint(61, (length,), generator=generator)
         labels = ids.clone()
         labels[: 2 * i] = -100
-        rows.append({"input_ids": ids, "labels": labels, "questions": torch.arange(length) // 2})
+        questions = torch.arange(length) // 2
+        rows.append({"input_ids": ids, "labels": labels, "questions": questions, "difficulties": questions % 2 + 3})
     return rows
 
 
@@ -61,6 +65,8 @@ def test_a_sweep_equals_the_reference_that_runs_every_budget_by_itself(preset: s
                 theirs.num_targets,
             )
             assert (ours.accuracy, ours.exact_match) == (theirs.accuracy, theirs.exact_match)
+            assert ours.exact_match_by_difficulty == theirs.exact_match_by_difficulty
+            assert set(ours.exact_match_by_difficulty or ()) == {"3", "4"}
             assert ours.flops_per_token == pytest.approx(theirs.flops_per_token)
     assert len({result.loss for result in expected}) > 3
 
@@ -148,8 +154,23 @@ def test_exact_match_counts_questions_whose_every_target_is_right() -> None:
     assert (tally.accuracy, tally.exact_match) == (5 / 6, 1 / 2)
     rows[1]["questions"] = rows[0]["questions"] = torch.tensor([-1, -1, -1, -1, 0, 1, 1, -1, -1])
     rows[2]["questions"] = torch.full((9,), -1)
+    rows[0]["difficulties"] = torch.full((9,), 2)
+    rows[1]["difficulties"] = torch.tensor([-1, -1, -1, -1, 5, 2, 2, -1, -1])
+    rows[2]["difficulties"] = torch.full((9,), -1)
     (tally,) = score_runs(model, rows, [Schedule.uniform(2)])
     assert (tally.num_questions, tally.num_whole) == (4, 3)
+    assert tally.exact_match_by_difficulty == {"2": 2 / 3, "5": 1.0}
+
+
+def test_scores_of_a_task_equal_those_that_training_reports() -> None:
+    task = make_task("pointer_chasing", symbols=3, questions=5, hops=2)
+    model = tiny_model("lt", num_loops=3, vocab_size=len(task.words), max_position_embeddings=task.seq_len)
+    held_out = held_out_rows(task, 40)
+    rows = [held_out.row(i) for i in range(len(held_out))]
+    for ours, theirs in zip(sweep_budgets(model, rows, [1, 3]), evaluate_task(model, rows, [1, 3]), strict=True):
+        assert ours.exact_match == theirs.solved
+        assert ours.exact_match_by_difficulty == theirs.solved_by_difficulty
+        assert 0 < ours.exact_match < 1
 
 
 def test_an_outside_model_is_scored_like_ours() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.budgets import add_budget_arguments, parse_budgets
 from loopformers.cli.console import json_value, print_json, print_note, print_table
 from loopformers.cli.progress import progress_bar
-from loopformers.cli.text import add_text_arguments, check_results_folder, label_models, read_scored_text
+from loopformers.cli.text import TASK, add_text_arguments, check_results_folder, label_models, read_scored_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from loopformers.evaluation.text import ScoredText
     from loopformers.evaluation.timing import RunTime
     from loopformers.model.config import LoopConfig
-    from loopformers.report.tables import Table
+    from loopformers.report.tables import Column, Table
     from loopformers.schedule import Schedule
 
 __all__ = ["add_arguments", "run"]
@@ -70,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         "split": arguments.split,
         "seq_len": len(first.windows[0]["input_ids"]),
         "num_windows": len(first.windows),
+        "num_threads": _num_threads(),
         "models": models,
     }
     table = _table(result)
@@ -80,6 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print_table(table)
     return 0
+
+
+def _num_threads() -> int:
+    """Threads that times were measured with."""
+    import torch
+
+    return torch.get_num_threads()
 
 
 def _runs(arguments: argparse.Namespace, config: LoopConfig) -> list[Schedule]:
@@ -150,32 +158,56 @@ def _table(result: Mapping[str, Any]) -> Table:
         Column(key="perplexity", title="perplexity", align="right", format=",.2f"),
         Column(key="bits_per_byte", title="bits per byte", align="right", format=".4f"),
         Column(key="accuracy", title="accuracy", align="right", format=".2%"),
+        Column(key="solved", title="solved", align="right", format=".2%"),
+        *(
+            Column(key=f"solved_{level}", title=f"solved at {level}", align="right", format=".2%")
+            for level in sorted(
+                {key.removeprefix("solved_") for row in rows for key in row if "solved_" in key}, key=int
+            )
+        ),
         Column(key="mflop_per_token", title="operations", unit="MFLOP/token", align="right", format=",.2f"),
         Column(key="decode_ms", title="decoding", unit="ms/token", align="right", format=",.2f"),
         Column(key="tokens_per_second", title="scoring", unit="tokens/s", align="right", format=",.0f"),
         Column(key="kv_kib_per_token", title="cache", unit="KiB/token", align="right", format=",.2f"),
         Column(key="training_tflop", title="training", unit="TFLOP", align="right", format=",.2f"),
     )
-    shown = tuple(column for column in columns if any(row[column.key] is not None for row in rows))
-    rows = [{column.key: row[column.key] for column in shown} for row in rows]
-    trained_at = ", ".join(f"{model['model']} {model['trained_loops']}" for model in result["models"])
+    shown = tuple(column for column in columns if any(row.get(column.key) is not None for row in rows))
+    rows = [{column.key: row.get(column.key) for column in shown} for row in rows]
     return Table(
         title="Budgets",
         columns=shown,
         rows=tuple(rows),
-        note=(
-            f"{result['num_windows']} windows of {result['seq_len']} tokens of {result['data']} ({result['split']}). "
-            f"Trained loops: {trained_at}. Accuracy is of the most likely token. Times are wall time on this machine: "
-            "decoding with the cache at batch 1, scoring of whole windows."
-        ),
+        note=" ".join(_notes(result, shown)),
     )
+
+
+def _notes(result: Mapping[str, Any], shown: Sequence[Column]) -> list[str]:
+    keys = {column.key for column in shown}
+    trained_at = ", ".join(f"{model['model']} {model['trained_loops']}" for model in result["models"])
+    source = result["data"] if result["data"] == TASK else f"{result['data']} ({result['split']})"
+    notes = [
+        f"{result['num_windows']} windows of {result['seq_len']} tokens of {source}.",
+        f"Trained loops: {trained_at}.",
+        "Accuracy is of the most likely token.",
+    ]
+    if "solved" in keys:
+        notes.append("A question is solved where all its tokens are right; beside it, by difficulty.")
+    if "decode_ms" in keys:
+        notes.append(
+            f"Times are medians of wall time on this machine with {result['num_threads']} thread(s): decoding with the cache "
+            "at batch 1, scoring of whole windows."
+        )
+    return notes
 
 
 def _row(model: Mapping[str, Any], budget: Mapping[str, Any]) -> dict[str, Any]:
     """One line of the table, in units that are easy to read; None where there is nothing to say."""
     trained, decode = model["training_flops"], budget["decode_seconds"]
+    solved = budget["exact_match_by_difficulty"] or {}
     return {
         **budget,
+        **{f"solved_{level}": share for level, share in solved.items()},
+        "solved": budget["exact_match"] if solved else None,
         "model": model["model"],
         "schedule": None if len(set(budget["schedule"].split(","))) == 1 else budget["schedule"],
         "mflop_per_token": budget["flops_per_token"] / 1e6,
@@ -190,7 +222,12 @@ def _figure(result: Mapping[str, Any]) -> Figure:
     from loopformers.report.plots import Curve, plot_budgets
 
     models = result["models"]
-    key, y_label = ("perplexity", "perplexity") if len(models) == 1 else ("bits_per_byte", "bits per byte")
+    if models[0]["budgets"][0]["exact_match_by_difficulty"] is not None:
+        key, y_label = "exact_match", "questions solved"
+    elif len(models) == 1:
+        key, y_label = "perplexity", "perplexity"
+    else:
+        key, y_label = "bits_per_byte", "bits per byte"
     curves, trained = [], {}
     for model in models:
         budgets = sorted(model["budgets"], key=lambda budget: budget["flops_per_token"])
@@ -198,7 +235,13 @@ def _figure(result: Mapping[str, Any]) -> Figure:
         uniform = [b for b in budgets if b["num_loops"] == model["trained_loops"]]
         if uniform:
             trained[model["model"]] = uniform[0]["flops_per_token"] / 1e6
-    return plot_budgets(curves, y_label=y_label, x_label="operations (MFLOP per token)", trained_loops=trained)
+    return plot_budgets(
+        curves,
+        y_label=y_label,
+        x_label="operations (MFLOP per token)",
+        log_y=key != "exact_match",
+        trained_loops=trained,
+    )
 
 
 def _write(folder: Path, result: Mapping[str, Any], table: Table) -> None:

@@ -191,7 +191,7 @@ def _figure(search: ScheduleSearch) -> Figure:
             Curve("a schedule", [s.mean_time for s in scores], [s.loss for s in scores]),
             *(Curve(name, [score.mean_time], [score.loss]) for name, score in marks),
         ],
-        x_label="mean time at which loops start (fine first on the left, coarse first on the right)",
+        x_label="mean time at which loops start\n(fine first on the left, coarse first on the right)",
         y_label="loss (nats per token)",
     )
 

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from loopformers.evaluation.text import ScoredText
     from loopformers.model.config import LoopConfig
 
-__all__ = ["add_text_arguments", "check_results_folder", "check_tokenizer", "label_models", "read_scored_text"]
+__all__ = ["TASK", "add_text_arguments", "check_results_folder", "check_tokenizer", "label_models", "read_scored_text"]
+
+TASK = "task"
+"""The source that stands for the task a model was trained on."""
 
 
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +26,8 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         default="bundled",
         metavar="SOURCE",
-        help="text: bundled, a file, a folder or a datasets name (default: %(default)s)",
+        help="text: bundled, a file, a folder or a datasets name; or task: held-out rows of the synthetic task that MODEL's "
+        "recipe trained it on (default: %(default)s)",
     )
     group.add_argument(
         "--split", default="validation", help="of it: train, validation, test, or all (default: %(default)s)"
@@ -57,7 +61,8 @@ def read_scored_text(arguments: argparse.Namespace, configs: Mapping[str, LoopCo
         By folder, the windows; models of one tokenizer share theirs.
 
     Raises:
-        ConfigError: A number below what makes sense, windows beyond learned positions, or a tokenizer of another model.
+        ConfigError: A number below what makes sense, windows beyond learned positions, a tokenizer of another model, or no
+            task where the models' own is asked for.
         CheckpointError: No tokenizer.
         DataError: No text, or less than one window.
     """
@@ -67,6 +72,8 @@ def read_scored_text(arguments: argparse.Namespace, configs: Mapping[str, LoopCo
 
     check_count("--windows", arguments.windows)
     check_count("--batch-size", arguments.batch_size)
+    if arguments.data == TASK:
+        return dict.fromkeys(configs, read_task_rows(list(configs), arguments.windows))
     seq_len = arguments.seq_len
     if seq_len is None:
         seq_len = min(config.max_position_embeddings for config in configs.values())
@@ -85,6 +92,37 @@ def read_scored_text(arguments: argparse.Namespace, configs: Mapping[str, LoopCo
         folder: read_windows(documents, tokenizer, seq_len=seq_len, num_windows=arguments.windows)
         for folder, tokenizer in tokenizers.items()
     }
+
+
+def read_task_rows(folders: list[str], num_rows: int) -> ScoredText:
+    """Return held-out rows of the task that all models were trained on, as their recipes say.
+
+    Raises:
+        ConfigError: A folder without a recipe, a recipe without a task, or two tasks.
+    """
+    from loopformers.data.synthetic.rows import held_out_rows
+    from loopformers.evaluation.text import ScoredText
+    from loopformers.training.recipe_file import load
+    from loopformers.training.run import RECIPE_FILE
+
+    tasks = {}
+    for folder in folders:
+        file = Path(folder) / RECIPE_FILE
+        tasks[folder] = load(file).task if file.exists() else None
+        if tasks[folder] is None:
+            raise ConfigError(
+                f"--data {TASK}: {folder} was not trained on a synthetic task, or holds no {RECIPE_FILE} that says so; give "
+                "a text"
+            )
+        if tasks[folder] != tasks[folders[0]]:
+            raise ConfigError(
+                f"--data {TASK}: {folders[0]} and {folder} were trained on different tasks ({tasks[folders[0]]}; "
+                f"{tasks[folder]}), whose scores do not compare; evaluate them one by one"
+            )
+    task = tasks[folders[0]]
+    assert task is not None
+    rows = held_out_rows(task, num_rows)
+    return ScoredText([rows.row(i) for i in range(len(rows))], bytes_per_token=None)
 
 
 def check_tokenizer(tokenizer: Any, vocab_size: int, folder: str) -> None:

@@ -7,7 +7,7 @@ gives the same numbers in as few loops as the model allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,8 @@ class BudgetResult:
     exact_match: float | None = None
     """Share of questions whose every target was the most likely token (a window is one, unless it numbers them in
     `questions`); None in records of older runs."""
+    exact_match_by_difficulty: Mapping[str, float] | None = None
+    """The same by difficulty, easiest first; None where windows do not say how hard their questions are."""
 
 
 def evaluate_budgets(
@@ -140,6 +142,7 @@ def _result(run: Schedule, tally: Tally, model: Any, bytes_per_token: float | No
         ),
         accuracy=tally.accuracy,
         exact_match=tally.exact_match,
+        exact_match_by_difficulty=tally.exact_match_by_difficulty,
     )
 
 
@@ -162,6 +165,11 @@ def _run_alone(model: Any, dataset: Iterable[dict[str, Any]], run: Schedule, bat
             for question in questions[is_target[row].cpu()].unique():
                 asked = is_target[row] & (questions == question).to(model.device)
                 tally.num_questions += 1
-                tally.num_whole += int(is_right[row, asked].all())
+                whole = int(is_right[row, asked].all())
+                tally.num_whole += whole
+                difficulty = int(batch.difficulties[row, 1:][asked.cpu()][0])
+                if difficulty >= 0:
+                    tally.questions_by_difficulty[difficulty] += 1
+                    tally.whole_by_difficulty[difficulty] += whole
         tally.tokens_by_length[input_ids.shape[1]] += input_ids.numel()
     return tally

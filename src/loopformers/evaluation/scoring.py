@@ -52,11 +52,13 @@ class WindowBatch:
         input_ids: Tokens.
         labels: Targets, not shifted, -100 where there is none.
         questions: Which question of its window a target belongs to; where windows do not say, all are one.
+        difficulties: How hard that question is; -1 where windows do not say.
     """
 
     input_ids: Tensor
     labels: Tensor
     questions: Tensor
+    difficulties: Tensor
 
 
 @dataclass(slots=True)
@@ -72,6 +74,10 @@ class Tally:
     num_questions: int = 0
     """Questions: a window's targets are one, unless it numbers them."""
     num_whole: int = 0
+    """Of these, every target was right."""
+    questions_by_difficulty: Counter[int] = field(default_factory=Counter)
+    """Questions, where windows say how hard they are."""
+    whole_by_difficulty: Counter[int] = field(default_factory=Counter)
     """Of these, every target was right."""
     tokens_by_length: Counter[int] = field(default_factory=Counter)
     """Tokens run, by length of their window."""
@@ -104,6 +110,12 @@ class Tally:
         """Share of questions whose every target was the most likely token."""
         return self.num_whole / max(self.num_questions, 1)
 
+    @property
+    def exact_match_by_difficulty(self) -> dict[str, float] | None:
+        """`exact_match` of the questions of each difficulty, easiest first; None where windows do not say."""
+        counts = sorted(self.questions_by_difficulty.items())
+        return {str(level): self.whole_by_difficulty[level] / count for level, count in counts} or None
+
     def flops_per_token(self, flops: Callable[[int], float]) -> float:
         """Return the mean over all tokens run of `flops(length of the window)`."""
         total = sum(count * flops(length) for length, count in self.tokens_by_length.items())
@@ -132,11 +144,18 @@ class Tally:
         self.nats += nats.item()
         self.num_targets += len(targets)
         self.num_right += len(targets) - int(missed.sum())
-        questions = torch.stack([rows, batch.questions.to(rows.device)[rows, columns + 1]])
-        num_questions = questions.unique(dim=1).shape[1]
-        self.num_questions += num_questions
-        self.num_whole += num_questions - questions[:, missed].unique(dim=1).shape[1]
+        places = (rows, columns + 1)
+        asked = torch.stack([rows, *(field.to(rows.device)[places] for field in (batch.questions, batch.difficulties))])
+        self._count_questions(asked.unique(dim=1), asked[:, missed].unique(dim=1))
         self.tokens_by_length[labels.shape[1]] += labels.numel()
+
+    def _count_questions(self, asked: Tensor, missed: Tensor) -> None:
+        """Count questions, each a column (row, question, difficulty), of all and of those with a wrong target."""
+        self.num_questions += asked.shape[1]
+        self.num_whole += asked.shape[1] - missed.shape[1]
+        levels, missed_levels = (Counter(level for level in x[2].tolist() if level >= 0) for x in (asked, missed))
+        self.questions_by_difficulty.update(levels)
+        self.whole_by_difficulty.update({level: count - missed_levels[level] for level, count in levels.items()})
 
 
 def shared_runs(model: LoopedForCausalLM, runs: Sequence[Schedule]) -> list[list[int]]:
@@ -182,8 +201,8 @@ def score_runs(
 
     Args:
         model: The model.
-        windows: `input_ids` (seq,) and, optionally, unshifted `labels` (seq,), -100 where not scored, and `questions`
-            (seq,), which question a target belongs to.
+        windows: `input_ids` (seq,) and, optionally, unshifted `labels` (seq,), -100 where not scored, and
+            `questions` and `difficulties` (seq,): which question a target belongs to, and how hard it is.
         runs: Schedules that the model can run, at least one.
         batch_size: Windows a forward; neighbours of unequal length are never put together, so nothing is padded.
         on_batch: Called after each batch.
@@ -247,14 +266,14 @@ def score_outside(
 
 def window_batches(windows: Iterable[Mapping[str, Any]], batch_size: int) -> Iterator[WindowBatch]:
     """Yield neighbouring windows of one length, at most `batch_size` together."""
-    batch: list[tuple[Tensor, Tensor, Tensor]] = []
+    batch: list[tuple[Tensor, ...]] = []
     for window in windows:
         ids = torch.as_tensor(window["input_ids"])
-        labels = torch.as_tensor(window.get("labels", ids))
-        questions = torch.as_tensor(window["questions"]) if "questions" in window else torch.zeros_like(ids)
+        defaults = {"labels": ids, "questions": torch.zeros_like(ids), "difficulties": torch.full_like(ids, -1)}
+        fields = (torch.as_tensor(window.get(name, default)) for name, default in defaults.items())
         if batch and (len(batch) == batch_size or len(ids) != len(batch[0][0])):
             yield WindowBatch(*map(torch.stack, zip(*batch, strict=True)))
             batch = []
-        batch.append((ids, labels, questions))
+        batch.append((ids, *fields))
     if batch:
         yield WindowBatch(*map(torch.stack, zip(*batch, strict=True)))

@@ -26,11 +26,11 @@ class ScoredText:
 
     Attributes:
         windows: Records of `input_ids` and unshifted `labels`, (seq,) each.
-        bytes_per_token: Mean UTF-8 bytes of a token of the split, for bits per byte.
+        bytes_per_token: Mean UTF-8 bytes of a token of the split, for bits per byte; None where they are no text.
     """
 
     windows: Sequence[dict[str, Any]]
-    bytes_per_token: float
+    bytes_per_token: float | None
 
 
 def read_documents(source: str, split: str, *, split_by: SplitBy = "document") -> Dataset:
