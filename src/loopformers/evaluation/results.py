@@ -116,8 +116,8 @@ class Score:
     """Step sizes as fractions."""
     exit_rule: str | None
     """Where one was used."""
-    flops_per_token: float
-    """Operations of a forward over `COST_SEQ_LEN` tokens, for one of them."""
+    flops_per_token: float | None
+    """Operations of a forward over `COST_SEQ_LEN` tokens, for one of them; None under an exit rule, where tokens differ."""
     task: str
     """The harness's name."""
     metric: str

@@ -93,7 +93,7 @@ class PreparedTask:
             num_loops=None if schedule is None else schedule.num_loops,
             schedule=None if schedule is None else str(schedule),
             exit_rule=exit_rule,
-            flops_per_token=flops_per_token(lm.model, schedule),
+            flops_per_token=None if exit_rule is not None else flops_per_token(lm.model, schedule),
             task=protocol.task,
             metric=metric,
             weight=self.choice.weight if is_share else 0.0,

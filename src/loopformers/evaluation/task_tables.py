@@ -137,7 +137,7 @@ def plot_accuracy(results: Results) -> Figure:
     trained: dict[str, float] = {}
     for row in rows(results):
         mean, _ = row.mean(tasks)
-        if mean is not None and row.first.exit_rule is None:
+        if mean is not None and row.first.flops_per_token is not None:
             points.setdefault(row.model.name, []).append((row.first.flops_per_token, 100 * mean))
             if row.first.num_loops is not None and row.first.num_loops == row.model.trained_loops:
                 trained[row.model.name] = row.first.flops_per_token
