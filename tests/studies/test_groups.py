@@ -43,6 +43,18 @@ def test_one_pass_is_the_systems_own_or_that_of_any_in_the_variant(make: Make) -
     }  # fmt: skip
 
 
+def test_one_pass_has_as_many_parameters_unless_it_is_the_systems_own(make: Make) -> None:
+    deep = make("distinct", 1, 0, 4.5)
+    deep = make("distinct", 1, 0, 4.5, run={**deep.run, "num_parameters": 999_999})
+    groups = Groups([deep, make("lt", 4, 0, 5.0), make("one-pass", 1, 0, 5.0)])
+    looped = groups.find("lt", 4)
+    assert looped is not None
+    once = groups.one_pass(looped)
+    assert once is not None
+    assert once.system == "one-pass"
+    assert groups.one_pass(groups.all[0]) is groups.all[0]
+
+
 def test_measures_read_what_was_recorded_and_miss_what_was_not(make: Make) -> None:
     result = make("flt", 4, 0, 5.0)
     assert budget_losses(result) == {1: 5.3, 4: 5.0, 16: 5.1}

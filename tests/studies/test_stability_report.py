@@ -125,6 +125,29 @@ def test_loop_use_shows_fewer_loops_more_loops_and_ablations(results: list[CellR
     assert all(row["loops"] != 1 for row in table.rows)
 
 
+def test_a_task_is_reported_by_questions_answered_exactly(make: Make, tmp_path: Path) -> None:
+    def solve(seed: int, easy: float) -> CellResult:
+        budgets = [
+            {"num_loops": m, "schedule": ",".join([f"1/{m}"] * m), "loss": 1.0, "solved": (easy + 0.5) / 2 - 0.01 * m,
+             "solved_by_difficulty": {"1": easy, "2": 0.5}}
+            for m in (2, 1)
+        ]  # fmt: skip
+        result = make("flt", 2, seed, 1.0)
+        recipe = {name: value for name, value in result.recipe.items() if name != "data"}
+        run = {**result.run, "budgets": budgets}
+        return make("flt", 2, seed, 1.0, run=run, recipe={**recipe, "task": {"name": "pointer_chasing"}})
+
+    results = (solve(0, 0.9), solve(1, 0.7))
+    report = write_stability_report(Study(tmp_path, "A task", tuple(r.cell for r in results), results))
+    (by_difficulty,), (by_budget,) = report.tables["difficulty"].rows, report.tables["solved"].rows
+    assert (by_difficulty["difficulty 1"], by_difficulty["difficulty 2"]) == pytest.approx((0.8, 0.5))
+    assert (by_difficulty["solved"], by_difficulty["low"], by_difficulty["high"]) == pytest.approx((0.63, 0.58, 0.68))
+    assert (by_budget["1"], by_budget["2"]) == pytest.approx((0.64, 0.63))
+    page = (tmp_path / "report.html").read_text()
+    assert "rows of the task pointer_chasing" in page
+    assert "By difficulty" in page
+
+
 def test_figures_have_a_panel_a_system_with_t_1_in_each(results: list[CellResult]) -> None:
     figures = {figure.name: figure for figure in stability_figures(Groups(results))}
     assert list(figures) == [

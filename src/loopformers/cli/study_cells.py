@@ -9,7 +9,7 @@ from loopformers.report.tables import Column, Table, Value
 
 if TYPE_CHECKING:
     from loopformers.studies.grid import Grid
-    from loopformers.training.recipe import DataRecipe
+    from loopformers.training.recipe import Recipe
 
 __all__ = ["cells_table"]
 
@@ -22,10 +22,11 @@ def cells_table(grid: Grid) -> Table:
     rows: list[Mapping[str, Value]] = []
     for cell in grid.cells:
         recipe = cell.recipe
-        if recipe.data.tokenizer not in tokenizers:
-            tokenizers[recipe.data.tokenizer] = tokenizer_at_hand(recipe.data)
-        config = model_config(recipe, tokenizers[recipe.data.tokenizer])
-        tokens = recipe.training.steps * recipe.training.batch_size * recipe.data.seq_len
+        words = recipe.data.tokenizer if recipe.task is None else repr(recipe.task)
+        if words not in tokenizers:
+            tokenizers[words] = tokenizer_at_hand(recipe)
+        config = model_config(recipe, tokenizers[words])
+        tokens = recipe.training.steps * recipe.training.batch_size * recipe.seq_len
         rows.append(
             {
                 "cell": cell.id,
@@ -35,7 +36,7 @@ def cells_table(grid: Grid) -> Table:
                 "parameters": config.num_parameters(),
                 "steps": recipe.training.steps,
                 "tokens": tokens,
-                "flops": config.training_flops_per_token(seq_len=recipe.data.seq_len) * tokens / 1e12,
+                "flops": config.training_flops_per_token(seq_len=recipe.seq_len) * tokens / 1e12,
             }
         )
     columns = (
@@ -51,12 +52,12 @@ def cells_table(grid: Grid) -> Table:
     return Table(title=f"{grid.title}: {len(grid.cells)} cells", columns=columns, rows=tuple(rows))
 
 
-def tokenizer_at_hand(data: DataRecipe) -> Any:
+def tokenizer_at_hand(recipe: Recipe) -> Any:
     """Return the tokenizer whose size is the vocabulary's, or None where it is out of reach and the recipe's has to do."""
     from loopformers.errors import DataError
-    from loopformers.training.run import load_tokenizer
+    from loopformers.training.run import recipe_tokenizer
 
     try:
-        return load_tokenizer(data)
+        return recipe_tokenizer(recipe)
     except DataError:
         return None

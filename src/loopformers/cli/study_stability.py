@@ -100,8 +100,8 @@ def show(study: Study, *, as_json: bool) -> int:
     if as_json:
         print_json(report.to_json())
     else:
-        for name in ("outcomes", "loop-use", "claims"):
-            if name in report.tables and report.tables[name].rows:
+        for name in ("outcomes", "loop-use", "difficulty", "claims"):
+            if name in report.tables:
                 print_table(report.tables[name])
         print_heading(report.summary)
         print_note(f"report: {report.page}\nmodels: {study.folder}/cells/<cell>")

@@ -66,6 +66,11 @@ class Group:
         """Results by seed."""
         return {result.axes["seed"]: result for result in self.results}
 
+    @property
+    def num_parameters(self) -> int:
+        """Of its models."""
+        return int(self.results[0].run["num_parameters"])
+
     def spread(self, measure: Measure) -> Spread | None:
         """Return a measure's spread over seeds."""
         return Spread.of(measure(result) for result in self.results)
@@ -108,13 +113,15 @@ class Groups:
         return iter(self.all)
 
     def one_pass(self, group: Group) -> Group | None:
-        """Return what stands beside a group: T = 1 of its own system and variant, else of its variant in any system.
+        """Return what stands beside a group: T = 1 of its own system and variant, else of its variant in any system that has
+        as many parameters.
 
         Systems that differ in their recurrence alone are the same model at T = 1, so one of them is enough.
         """
         once = [other for other in self.all if other.loops == 1 and other.variant == group.variant]
         own = [other for other in once if other.system == group.system]
-        return next(iter([*own, *once]), None)
+        matched = [other for other in once if other.num_parameters == group.num_parameters]
+        return next(iter([*own, *matched]), None)
 
     def looped(self) -> list[Group]:
         """Return the groups of more than one loop."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from loopformers.studies.results import CellResult
 
 __all__ = [
     "below_unigram",
     "budget_losses",
-    "exact_match",
+    "budget_solved",
     "last_of",
     "loss",
     "loss_at",
     "measure_of",
     "replaced_costs",
+    "solved",
+    "solved_by_difficulty",
     "verdict_step",
 ]
 
@@ -36,7 +39,7 @@ def budget_losses(result: CellResult) -> dict[int, float]:
     return {
         int(budget["num_loops"]): math.inf if budget["loss"] is None else float(budget["loss"])
         for budget in sorted(result.run["budgets"], key=lambda budget: budget["num_loops"])
-        if len(set(str(budget["schedule"]).split(","))) == 1
+        if _is_uniform(budget)
     }
 
 
@@ -45,11 +48,25 @@ def loss_at(num_loops: int) -> Callable[[CellResult], float | None]:
     return lambda result: budget_losses(result).get(num_loops)
 
 
-def exact_match(result: CellResult) -> float | None:
-    """Share of validation windows with every target right, at T loops; None where it was not scored."""
+def budget_solved(result: CellResult) -> dict[int, float]:
+    """Share of a task's questions that are answered exactly, by number of loops run; empty for text."""
+    return {
+        int(budget["num_loops"]): float(budget["solved"])
+        for budget in sorted(result.run["budgets"], key=lambda budget: budget["num_loops"])
+        if budget.get("solved") is not None and _is_uniform(budget)
+    }
+
+
+def solved(result: CellResult) -> float | None:
+    """Share of a task's questions that are answered exactly, at T loops; None for text."""
+    return budget_solved(result).get(int(str(result.axes["loops"])))
+
+
+def solved_by_difficulty(result: CellResult) -> Mapping[str, float]:
+    """The same by difficulty."""
     at_trained = result.run["budgets"][0] if result.run["budgets"] else {}
-    value = at_trained.get("exact_match")
-    return None if value is None else float(value)
+    found: Mapping[str, float] = at_trained.get("solved_by_difficulty") or {}
+    return found
 
 
 def verdict_step(result: CellResult) -> float | None:
@@ -82,3 +99,7 @@ def replaced_costs(kind: str) -> Callable[[CellResult], float | None]:
 def last_of(values: Sequence[float | None] | None) -> float | None:
     """Return the last value of a list by loop, or None for an empty one."""
     return values[-1] if values else None
+
+
+def _is_uniform(budget: Mapping[str, Any]) -> bool:
+    return len(set(str(budget["schedule"]).split(","))) == 1

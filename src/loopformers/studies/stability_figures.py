@@ -39,6 +39,11 @@ class StudyFigure:
     formula: str
     """How the shown quantity is computed."""
 
+    @property
+    def wide(self) -> bool:
+        """Whether it has panels side by side."""
+        return len(self.figure.axes) > 1
+
 
 def stability_figures(groups: Groups) -> list[StudyFigure]:
     """Return every figure that the results allow, in the order of the report."""
@@ -193,7 +198,7 @@ def budgets(groups: Groups) -> StudyFigure | None:
             y=Axis(label=f"validation loss ({NATS})", levels=unigram_level(groups)),
         ),
         alt="Validation loss by loops run, one panel for each of " + ", ".join(panel.title for panel in panels),
-        caption="One model trained at T loops, run at fewer and at more loops than it was trained with. Flat: more loops change nothing.",
+        caption="One model trained at T loops, run at fewer and at more of them. Flat: more loops change nothing.",
         formula="cross entropy of the validation windows at M loops: median over seeds, and range",
     )
 

@@ -24,8 +24,10 @@ from loopformers.studies.stability_tables import (
     budget_table,
     cells_table,
     cost_table,
+    difficulty_table,
     loop_use_table,
     outcome_table,
+    solved_table,
     training_table,
 )
 
@@ -75,13 +77,16 @@ def write_stability_report(study: Study) -> StabilityReport:
         return StabilityReport(study=study, summary=summary, claims=claims, tables={}, page=None)
     tables = {
         "outcomes": outcome_table(groups),
-        "claims": claims_table(claims),
+        "claims": claims_table([claim for claim in claims if not claim.variant or claim.outcome != "not tested"]),
         "loop-use": loop_use_table(groups),
         "training": training_table(groups),
         "budgets": budget_table(groups),
+        "solved": solved_table(groups),
+        "difficulty": difficulty_table(groups),
         "costs": cost_table(groups),
         "cells": cells_table(study.results),
     }
+    tables = {name: table for name, table in tables.items() if table.rows}
     for name, table in tables.items():
         write_whole(study.folder / TABLES_DIR / f"{name}.csv", table.to_csv())
     figures = {figure.name: figure for figure in stability_figures(groups)}
@@ -98,12 +103,13 @@ def _page(study: Study, summary: str, tables: Mapping[str, Table], figures: Mapp
         ("Training", ["training"], ["training-loss", "gradient-norm"]),
         ("Inside the loop", [], ["residual-norm", "residual-map"]),
         ("Are the loops used?", ["loop-use"], ["budgets", "state-change"]),
-        ("Every budget", ["budgets"], []),
+        ("Every budget", ["budgets", "solved"], []),
+        ("By difficulty", ["difficulty"], []),
         ("Costs", ["costs"], []),
     ]
     sections = []
     for heading, shown, drawn in plan:
-        blocks: list[Block] = [tables[name] for name in shown if tables[name].rows]
+        blocks: list[Block] = [tables[name] for name in shown if name in tables]
         blocks += [_picture(figures[name]) for name in drawn if name in figures]
         if blocks:
             sections.append(Section(heading, blocks))
@@ -114,7 +120,11 @@ def _page(study: Study, summary: str, tables: Mapping[str, Table], figures: Mapp
 
 def _picture(figure: StudyFigure) -> Picture:
     return Picture(
-        content=figure_bytes(figure.figure), alt=figure.alt, caption=figure.caption, formula=figure.formula, wide=True
+        content=figure_bytes(figure.figure),
+        alt=figure.alt,
+        caption=figure.caption,
+        formula=figure.formula,
+        wide=figure.wide,
     )
 
 
@@ -133,10 +143,14 @@ def _footer(study: Study) -> str:
     recipe, versions = first.recipe, first.versions
     model, training = recipe["model"], recipe["training"]
     seeds = sorted({str(result.axes["seed"]) for result in study.outcomes}, key=int)
-    source = "the task " + str(recipe["task"]) if recipe.get("task") else ", ".join(recipe["data"]["sources"])
+    if recipe.get("task"):
+        windows = f"{training['batch_size']} rows of the task {recipe['task']['name']}"
+    else:
+        data = recipe["data"]
+        windows = f"{training['batch_size']} x {data['seq_len']} tokens of {', '.join(data['sources'])}"
     return (
         f"The first cell ({first.cell}): {model.get('num_hidden_layers')} layers of width {model.get('hidden_size')}, "
-        f"{training['steps']} updates of {training['batch_size']} x {recipe['data']['seq_len']} tokens of {source}. "
+        f"{training['steps']} updates of {windows}. "
         f"Seeds {', '.join(seeds)}. loopformers {versions.get('loopformers')}, torch {versions.get('torch')}. "
         f"Made by loopformers study stability; every number is in {TABLES_DIR}/cells.csv and the curves in results.jsonl."
     )

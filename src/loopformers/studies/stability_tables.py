@@ -9,16 +9,28 @@ from loopformers.studies.groups import Group, Groups, Spread
 from loopformers.studies.measures import (
     below_unigram,
     budget_losses,
+    budget_solved,
     last_of,
     loss,
     loss_at,
     measure_of,
     replaced_costs,
+    solved,
+    solved_by_difficulty,
     verdict_step,
 )
 from loopformers.studies.results import CellResult
 
-__all__ = ["budget_table", "cells_table", "cost_table", "loop_use_table", "outcome_table", "training_table"]
+__all__ = [
+    "budget_table",
+    "cells_table",
+    "cost_table",
+    "difficulty_table",
+    "loop_use_table",
+    "outcome_table",
+    "solved_table",
+    "training_table",
+]
 
 NATS = "nats per token"
 
@@ -147,6 +159,52 @@ def budget_table(groups: Groups) -> Table:
     )
 
 
+def solved_table(groups: Groups) -> Table:
+    """Return the share of a task's questions that each group answers exactly, by loops run; without rows for text."""
+    counts = sorted({m for group in groups for result in group.results for m in budget_solved(result)})
+    rows: list[dict[str, Value]] = [
+        {
+            **_names(group),
+            **{str(m): _median(Spread.of(budget_solved(result).get(m) for result in group.results)) for m in counts},
+        }
+        for group in groups
+        if counts
+    ]
+    columns = (*_name_columns(groups), *(_number(str(m), f"M = {m}", format=".1%") for m in counts))
+    return Table(
+        title="Questions answered exactly by loops run, M",
+        columns=columns,
+        rows=tuple(rows),
+        note="Medians over seeds.",
+    )
+
+
+def difficulty_table(groups: Groups) -> Table:
+    """Return the share of a task's questions that each group answers exactly at T loops, by difficulty; none for text."""
+    levels = list(
+        dict.fromkeys(d for group in groups for result in group.results for d in solved_by_difficulty(result))
+    )
+    rows: list[dict[str, Value]] = []
+    for group in groups:
+        spread = group.spread(solved)
+        if spread is None:
+            continue
+        shares = {d: _median(Spread.of(solved_by_difficulty(r).get(d) for r in group.results)) for d in levels}
+        own: dict[str, Value] = {"solved": spread.median, "low": spread.low, "high": spread.high}
+        rows.append({**_names(group), **own, **{f"difficulty {d}": share for d, share in shares.items()}})
+    columns = (
+        *_name_columns(groups),
+        _number("solved", "all questions", format=".1%"),
+        _number("low", "lowest", format=".1%"),
+        _number("high", "highest", format=".1%"),
+        *(_number(f"difficulty {d}", f"difficulty {d}", format=".1%") for d in levels),
+    )
+    note = "Medians over seeds, with the least and the largest."
+    return Table(
+        title="Questions answered exactly at T loops, by difficulty", columns=columns, rows=tuple(rows), note=note
+    )
+
+
 def cost_table(groups: Groups) -> Table:
     """Return what each group cost."""
     columns = (
@@ -188,9 +246,10 @@ def cells_table(results: Sequence[CellResult]) -> Table:
         "num_parameters",
     )
     use = ("swapped_loss", "zeroed_loss")
+    tasks = any(result.has_outcome and budget_solved(result) for result in results)
     keys = [
         "cell", *axes, "status", *own, "seconds", *(f"{group}_{name}" for group, name in measures),
-        *(f"loss_at_{m}" for m in counts), "ablation_loss", *use, "error",
+        *(f"loss_at_{m}" for m in counts), "ablation_loss", *use, *(["solved"] if tasks else []), "error",
     ]  # fmt: skip
     rows: list[dict[str, Value]] = []
     for result in results:
@@ -206,6 +265,7 @@ def cells_table(results: Sequence[CellResult]) -> Table:
                 **{f"loss_at_{m}": scored.get(m) for m in counts},
                 "ablation_loss": result.loop_use.get("loss"),
                 **{key: result.loop_use.get(key) for key in use},
+                **({"solved": solved(result)} if tasks and result.has_outcome else {}),
                 "error": result.error,
             }
         )
