@@ -47,7 +47,9 @@ def one_by_one(model: Any, tokenizer: Any, requests: list[Any], **run: Any) -> l
     for item in requests:
         context, continuation = item.args
         before, scored = (
-            lm._encode_pair(context, continuation) if context else ([tokenizer.bos_token_id], tokenizer.encode(continuation))
+            lm._encode_pair(context, continuation)
+            if context
+            else ([tokenizer.bos_token_id], tokenizer.encode(continuation))
         )
         ids = torch.tensor([(before + scored)[-(limit + 1) :]])
         with torch.no_grad():
@@ -91,7 +93,9 @@ def test_a_context_runs_once_for_all_its_choices(elastic, tokenizer, monkeypatch
     whole = elastic.forward
     monkeypatch.setattr(elastic, "forward", lambda ids, **given: seen.append(tuple(ids.shape)) or whole(ids, **given))
     context = "the sea was grey and nobody came to see the old house"
-    lm.loglikelihood([request(context, f" {choice}") for choice in ("by the water", "in winter", "when it ended", "so")])
+    lm.loglikelihood(
+        [request(context, f" {choice}") for choice in ("by the water", "in winter", "when it ended", "so")]
+    )
     assert [rows for rows, _ in seen] == [1, 4]
     assert seen[0][1] == len(tokenizer.encode(context))
 

@@ -100,10 +100,16 @@ def test_examples_before_a_question_come_from_the_same_folder(local_tasks: Path)
 
 @pytest.mark.parametrize(
     ("names", "text"),
-    [([], "no tasks"), (["hellaswg"], "did you mean 'hellaswag'"), (["piqa", "loopformer_paper"], "'loopformer-paper'")],
+    [
+        ([], "no tasks"),
+        (["hellaswg"], "did you mean 'hellaswag'"),
+        (["piqa", "loopformer_paper"], "'loopformer-paper'"),
+    ],
 )
 def test_an_unknown_task_is_refused_with_the_nearest_name(names, text, monkeypatch):
-    monkeypatch.setattr("loopformers.evaluation.task_list._all", lambda: _usual())  # all of the harness's take a while to read
+    monkeypatch.setattr(
+        "loopformers.evaluation.task_list._all", lambda: _usual()
+    )  # all of the harness's take a while to read
     from loopformers.evaluation.task_list import _usual
 
     with pytest.raises(ConfigError, match=text):

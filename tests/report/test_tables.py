@@ -171,3 +171,17 @@ def test_a_table_without_rows_renders_everywhere() -> None:
 def test_what_cannot_be_shown_is_refused(make: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make()
+
+
+def test_latex_has_rules_a_caption_and_no_character_that_it_would_read_as_a_command():
+    columns = (Column(key="model", title="model_name"), Column(key="loss", title="loss", unit="%", align="right"))
+    rows = ({"model": "a&b {50%} x^2 ~ \\", "loss": "1.0 \u00b10.1"}, {"model": "c", "loss": None})
+    text = Table(title="Costs in $", columns=columns, rows=rows, note="n = 3").to_latex()
+    assert text.splitlines()[2:6] == [
+        r"\caption{Costs in \$. n = 3}",
+        r"\begin{tabular}{lr}",
+        r"\toprule",
+        r"model\_name & loss (\%) \\",
+    ]
+    cell = r"a\&b \{50\%\} x\textasciicircum{}2 \textasciitilde{} \textbackslash{} & 1.0 $\pm$0.1 \\"
+    assert text.splitlines()[7:9] == [cell, r"c & -- \\"]

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loopformers.errors import ConfigError, DataError
+from loopformers.evaluation.results import SCHEMA_VERSION, ModelInfo, Protocol, Results, Score, merge, read_results
+
+MODEL = ModelInfo(
+    hash="abc", name="flt", kind="loopformers", num_parameters=1234, dtype="float32", max_length=61, trained_loops=3
+)
+PROTOCOL = Protocol(
+    task="piqa",
+    version="1.0",
+    harness="0.4.13",
+    source="folder",
+    split="validation",
+    num_questions=3,
+    limit=None,
+    num_fewshot=0,
+    seed=0,
+    chat_template=False,
+    prompts_hash="0f",
+    example="Question: so? Answer: yes",
+    definition={"doc_to_text": "{{goal}}"},
+)
+
+
+def score(**changes: object) -> Score:
+    whole = Score(
+        model="abc",
+        num_loops=3,
+        schedule="1/3,1/3,1/3",
+        exit_rule=None,
+        flops_per_token=7e5,
+        task="piqa",
+        metric="acc",
+        weight=1.0,
+        values={"acc": 2 / 3, "perplexity": math.inf},
+        standard_errors={"acc": 1 / 3, "perplexity": None},
+        questions={"acc": [1.0, 0.0, 1.0]},
+    )
+    return replace(whole, **changes)  # type: ignore[arg-type]
+
+
+RESULTS = Results((MODEL,), (PROTOCOL,), (score(),))
+
+
+def test_a_file_reads_back_as_it_was_written(tmp_path: Path):
+    RESULTS.save(tmp_path / "results.json")
+    assert read_results(tmp_path / "results.json") == read_results(tmp_path)
+    back = read_results(tmp_path)
+    assert back.scores[0].values == RESULTS.scores[0].values
+    assert back.models == RESULTS.models
+    assert back.protocols == RESULTS.protocols
+    stored = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert stored["schema_version"] == SCHEMA_VERSION
+    assert stored["protocols"][0]["harness"] == "0.4.13"
+    assert stored["protocols"][0]["seed"] == 0
+
+
+def test_merging_is_a_union_in_which_the_last_score_of_a_key_counts():
+    other = Results((replace(MODEL, hash="def", name="lt"),), (PROTOCOL,), (score(model="def"), score(seconds=2.0)))
+    merged = merge([RESULTS, other])
+    assert [m.hash for m in merged.models] == ["abc", "def"]
+    assert [(s.model, s.seconds) for s in merged.scores] == [("abc", 2.0), ("def", 0.0)]
+    assert merge([merged, merged]) == merged
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("version", "2.0"), ("harness", "0.5"), ("num_fewshot", 5), ("seed", 1), ("limit", 10), ("prompts_hash", "1f"),
+     ("source", "hub"), ("split", "test"), ("chat_template", True), ("num_questions", 2)],
+)  # fmt: skip
+def test_a_changed_protocol_refuses_to_merge_and_says_what_changed(field, value):
+    changed = replace(PROTOCOL, **{field: value})
+    with pytest.raises(ConfigError, match=f"two protocols of piqa differ in {field} "):
+        merge([RESULTS, Results((MODEL,), (changed,), (score(),))])
+    with pytest.raises(ConfigError, match=field):
+        RESULTS.with_score(MODEL, changed, score(num_loops=1, schedule="1/1"))
+
+
+def test_a_changed_definition_refuses_to_merge():
+    changed = replace(PROTOCOL, definition={"doc_to_text": "{{question}}"})
+    with pytest.raises(ConfigError, match="its definition"):
+        merge([RESULTS, Results((MODEL,), (changed,), ())])
+
+
+def test_a_protocol_that_was_edited_in_the_file_is_noticed(tmp_path: Path):
+    path = RESULTS.save(tmp_path / "results.json")
+    path.write_text(path.read_text(encoding="utf-8").replace('"num_fewshot": 0', '"num_fewshot": 5'), encoding="utf-8")
+    with pytest.raises(DataError, match="protocol of piqa was changed after its scores were made"):
+        read_results(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{", "is no results file"),
+        ("[]", "is no results file"),
+        ('{"schema_version": 99}', "schema version 99"),
+        (f'{{"schema_version": {SCHEMA_VERSION}, "models": [{{}}], "protocols": [], "scores": []}}', "does not fit"),
+    ],
+)
+def test_files_of_another_kind_are_refused(content, text, tmp_path):
+    (tmp_path / "results.json").write_text(content, encoding="utf-8")
+    with pytest.raises(DataError, match=text):
+        read_results(tmp_path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"results\.json cannot be read"):
+        read_results(tmp_path)
