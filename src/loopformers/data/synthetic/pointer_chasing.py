@@ -12,13 +12,16 @@ from loopformers.data.synthetic.contract import SPECIAL_WORDS, Ids, RowsBuilder,
 __all__ = ["PointerChasing"]
 
 Answers = Literal["every", "last"]
+Pairs = Literal["two_tokens", "one_token"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointerChasing:
     """Follow a random permutation f from x; difficulty is the number of hops.
 
-    A row is the n pairs `a f(a)` in random order, then questions. With `answers="every"` a question is `x > > >`, and
+    A row is the n pairs in random order, then questions. With `pairs="two_tokens"` a pair is the tokens `a f(a)`, which a
+    model must first learn to bind; with `pairs="one_token"` it is one token `a:f(a)`, so that a hop is one look-up and depth
+    alone is left to learn. With `answers="every"` a question is `x > > >`, and
     behind the j-th `>` stands f^j(x) as the target: not as a token, so no hop is given away. With `answers="last"` it is
     `k x` with k drawn from 1..hops, and f^k(x) alone is asked.
 
@@ -37,34 +40,44 @@ class PointerChasing:
     """Most hops that are asked."""
     questions: int = 10
     """Starts that are asked in a row."""
-    answers: Literal["every", "last"] = "every"
+    answers: Answers = "every"
     """every: after each hop; last: after a drawn number of hops alone."""
+    pairs: Pairs = "two_tokens"
+    """How an entry of the permutation is written."""
     single_cycle: bool = False
     """Whether f is one cycle through all symbols, so that fewer hops than symbols never come back to the start."""
 
     def __post_init__(self) -> None:
         check_counts(self, symbols=2, hops=1, questions=1)
         check_choice("answers", self.answers, get_args(Answers))
+        check_choice("pairs", self.pairs, get_args(Pairs))
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Symbols `s0`.., then `>`, or numbers of hops `1`..`hops`."""
+        """Symbols `s0`.., then `>`, or numbers of hops `1`..`hops`, then pairs where they are tokens."""
+        symbols = tuple(f"s{i}" for i in range(self.symbols))
         marks = (">",) if self.answers == "every" else tuple(str(k) for k in range(1, self.hops + 1))
-        return (*SPECIAL_WORDS, *(f"s{i}" for i in range(self.symbols)), *marks)
+        pairs = tuple(f"{a}:{b}" for a in symbols for b in symbols) if self.pairs == "one_token" else ()
+        return (*SPECIAL_WORDS, *symbols, *marks, *pairs)
 
     @property
     def seq_len(self) -> int:
         """Pairs, questions, and the end."""
-        return 2 * self.symbols + self.questions * (1 + self.hops if self.answers == "every" else 2) + 1
+        listed = self.symbols * (2 if self.pairs == "two_tokens" else 1)
+        return listed + self.questions * (1 + self.hops if self.answers == "every" else 2) + 1
 
     def generate(self, rng: np.random.Generator, count: int) -> TaskRows:
         """Return `count` rows."""
         first_symbol, first_mark = len(SPECIAL_WORDS), len(SPECIAL_WORDS) + self.symbols
         f = self._permutations(rng, count)
         listed = _shuffled(rng, count, self.symbols)
-        pairs = np.stack([listed, np.take_along_axis(f, listed, axis=1)], axis=2).reshape(count, -1)
+        images = np.take_along_axis(f, listed, axis=1)
         builder = RowsBuilder(count, self.seq_len)
-        builder.add(first_symbol + pairs)
+        if self.pairs == "two_tokens":
+            builder.add(first_symbol + np.stack([listed, images], axis=2).reshape(count, -1))
+        else:
+            first_pair = len(self.words) - self.symbols**2
+            builder.add(first_pair + self.symbols * listed + images)
         starts = rng.integers(self.symbols, size=(count, self.questions))
         drawn = rng.integers(1, self.hops + 1, size=(count, self.questions))
         for question in range(self.questions):
