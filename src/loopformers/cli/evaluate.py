@@ -9,7 +9,13 @@ from loopformers.cli.group import add_subcommands, run_subcommand
 
 __all__ = ["add_arguments", "run"]
 
-SUBCOMMANDS: Mapping[str, tuple[str, str]] = {}
+SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
+    "budget": ("loopformers.cli.evaluate_budget", "loss, accuracy and cost at every budget, models side by side"),
+    "schedules": ("loopformers.cli.evaluate_schedules", "which step sizes serve a budget best, and saving them"),
+    "perplexity": ("loopformers.cli.evaluate_perplexity", "perplexity of one stream of text by strided windows"),
+    "tasks": ("loopformers.cli.evaluate_tasks", "tasks of lm-evaluation-harness at every budget, any models side by side"),
+    "table": ("loopformers.cli.evaluate_table", "results of tasks again: merged, compared, as a table"),
+}
 """By name: module, and one line for the list."""
 
 
