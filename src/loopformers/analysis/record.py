@@ -42,7 +42,7 @@ class LoopTrace:
         if len(shapes) != 1:
             raise ConfigError(
                 f"the trace holds {len(self.runs)} runs of (loops, rows) {sorted(shapes)}, and states join over runs of equal "
-                "ones; call the model inside the with block, or take trace.runs one by one"
+                "ones; call the model inside the with block and without an exit rule, or take trace.runs one by one"
             )
         return tuple(torch.cat(loop, dim=1) for loop in zip(*self.runs, strict=True))
 
@@ -63,6 +63,8 @@ class LoopTrace:
 @contextmanager
 def record_loops(model: nn.Module, *, max_bytes: int = 1 << 30) -> Iterator[LoopTrace]:
     """Record every loop's states of whatever the model runs inside the block: forward calls, training, `generate`.
+
+    Runs under an exit rule are left out: their tokens leave after different loops, so no loop has the states of all.
 
     Args:
         model: A looped model of this package, or a wrapper around one (PEFT, DDP).
