@@ -26,6 +26,7 @@ from loopformers.report.plots import (
     loss_panel,
     plot_budgets,
     plot_over_steps,
+    plot_points,
     plot_residual_maps,
     plot_residual_norms,
     save_figure,
@@ -265,3 +266,16 @@ def test_the_module_loads_matplotlib_on_use_and_pyplot_never() -> None:
         "assert 'matplotlib.pyplot' not in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_points_stand_out_from_the_crowd_by_colour_and_marker() -> None:
+    crowd = Curve("a schedule", [0.1, 0.2, 0.4], [3.0, 2.0, None])
+    figure = plot_points([crowd, Curve("best", [0.2], [2.0]), Curve("uniform", [0.1], [3.0])], x_label="x", y_label="y")
+    (ax,) = figure.axes
+    assert [line.get_label() for line in ax.lines] == ["a schedule", "best", "uniform"]
+    assert all(line.get_linestyle() in ("None", "none") for line in ax.lines)
+    assert len({(line.get_color(), line.get_marker()) for line in ax.lines}) == 3
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("x", "y")
+    assert figure_bytes(figure).startswith(b"<?xml")
+    with pytest.raises(ConfigError, match="0 curves"):
+        plot_points([], x_label="x", y_label="y")
