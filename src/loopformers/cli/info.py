@@ -135,9 +135,11 @@ def describe(
 
 def _config(model: str, overrides: Sequence[str]) -> LoopConfig:
     from loopformers.cli.checkpoint import load_config
+    from loopformers.extensions import load_extensions
     from loopformers.model.config import LoopConfig
     from loopformers.model.presets import PRESETS
 
+    load_extensions()
     if model in PRESETS:
         return LoopConfig.from_preset(model, **dict(map(_override, overrides)))
     if not Path(model).exists():

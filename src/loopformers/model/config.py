@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Collection
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
 from loopformers.errors import CheckpointError, ConfigError, unknown_name
+from loopformers.extensions import load_extensions
 from loopformers.laws import SHORT_SAMPLERS, Fixed, Law, LoopPlan, ShortSampler, ShortTrajectory
 from loopformers.model.costs import Costs
 from loopformers.model.presets import preset_fields
@@ -186,6 +188,7 @@ class LoopConfig(Costs, PreTrainedConfig):
         """Fill in derived sizes and raise ConfigError at the first rule that is broken."""
         for name in _COUNTS:
             self._check_count(name, at_least=0 if name in ("num_prelude_layers", "num_coda_layers") else 1)
+        load_extensions()
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(unknown_name(name, getattr(self, name), allowed))
@@ -376,13 +379,13 @@ _OPTIONAL = {
     "kv_lora_rank", "sliding_window",
 }  # fmt: skip
 _SWITCHES = ("qk_norm", "tie_word_embeddings", "loop_norm", "use_cache")
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, Collection[str]] = {
     "position_embedding": ("rotary", "learned"),
     "rope_table_dtype": ("float32", "bfloat16"),
     "hidden_act": ACTIVATIONS,
     "learned_norms": ("none", "final", "all"),
-    "stream": tuple(STREAMS),
-    "injection": tuple(INJECTIONS),
+    "stream": STREAMS,
+    "injection": INJECTIONS,
     "conditioning": CONDITIONINGS,
     "objective": tuple(OBJECTIVES),
     "short_sampler": SHORT_SAMPLERS,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from loopformers.errors import ConfigError, unknown_name
+from loopformers.extensions import load_extensions
 
 __all__ = ["PRESETS", "preset_fields"]
 
@@ -53,7 +54,7 @@ _BASE = _LOOPFORMER | {"learned_norms": "all"}
 _TMLT = _LOOPFORMER | {"conditioning": "loop_index", "modulation_init": "zero"}
 _SHORTCUT = {"objective": "shortcut_consistency"}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS: dict[str, Mapping[str, Any]] = {
     "lt": _FLT | {"stream": "state", "injection": "none"},
     "lt-input": _FLT | {"stream": "inputs_plus_state", "injection": "none"},
     "lt-query": _FLT | {"stream": "inputs", "injection": "query_first"},
@@ -82,6 +83,7 @@ def preset_fields(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: No preset of that name.
     """
+    load_extensions()
     if name not in PRESETS:
         raise ConfigError(unknown_name("preset", name, PRESETS))
     fields = {**PRESETS[name], **overrides}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from loopformers.data.synthetic.registry import TASKS
 from loopformers.errors import ConfigError, check_count, unknown_name
+from loopformers.extensions import load_extensions
 from loopformers.laws import Law
 from loopformers.schedule import Schedule
 
@@ -283,6 +284,7 @@ NOT_OUTCOME = (
 
 def choice_classes(section: str) -> dict[str, type]:
     """Return the classes that a section of CHOICES may hold, by name; imports them."""
+    load_extensions()
     classes = {}
     for name, place in CHOICES[section].items():
         module, _, attribute = place.partition(":")

@@ -16,6 +16,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("pointer_chasing", {"symbols": 7, "hops": 3, "questions": 5}),
     ("pointer_chasing", {"symbols": 5, "hops": 4, "questions": 3, "answers": "last"}),
     ("pointer_chasing", {"symbols": 5, "hops": 4, "questions": 2, "single_cycle": True}),
+    ("pointer_chasing", {"symbols": 6, "hops": 3, "questions": 3, "pairs": "one_token"}),
+    ("pointer_chasing", {"symbols": 4, "hops": 2, "questions": 5, "pairs": "one_token", "answers": "last"}),
     ("modular_arithmetic", {"modulus": 5, "operations": 3, "questions": 4}),
     ("modular_arithmetic", {"modulus": 11, "operations": 4, "questions": 3, "answers": "last", "operators": "-*"}),
     ("addition", {"digits": 5, "questions": 3}),
@@ -37,8 +39,12 @@ def answers_by_hand(task: Any, words: list[str]) -> list[tuple[int, str, int]]:
     """(position, answer, difficulty) of a row, read from its words as a person would."""
     match task:
         case PointerChasing():
-            f = {words[2 * i]: words[2 * i + 1] for i in range(task.symbols)}
-            found, rest = [], list(enumerate(words))[2 * task.symbols : -1]
+            listed = [pair.split(":") for pair in words[: task.symbols]]
+            if task.pairs == "two_tokens":
+                listed = [words[2 * i : 2 * i + 2] for i in range(task.symbols)]
+            f = dict(listed)
+            assert len(f) == len(set(f.values())) == task.symbols
+            found, rest = [], list(enumerate(words))[sum(":" in word for word in words) or 2 * task.symbols : -1]
             while rest:
                 if task.answers == "last":
                     (_, hops), (place, at), rest = rest[0], rest[1], rest[2:]

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from loopformers.errors import ConfigError, unknown_name
+from loopformers.extensions import load_extensions
 
 if TYPE_CHECKING:
     from loopformers.data.synthetic.contract import Task
@@ -30,6 +31,7 @@ def make_task(name: str, **fields: Any) -> Task:
     Raises:
         ConfigError: No task of that name, or a value that breaks its rule.
     """
+    load_extensions()
     if name not in TASKS:
         raise ConfigError(unknown_name("task", name, TASKS))
     module, _, attribute = TASKS[name].partition(":")
