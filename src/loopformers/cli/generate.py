@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.budgets import add_budget_arguments, parse_budgets
-from loopformers.cli.console import print_heading, print_json, write
+from loopformers.cli.console import print_heading, print_json, print_note, write
 from loopformers.errors import ConfigError
 
 if TYPE_CHECKING:
+    from loopformers.generation.rules import ExitRule
     from loopformers.model.modeling import LoopedForCausalLM
     from loopformers.schedule import Schedule
 
@@ -20,21 +21,39 @@ __all__ = ["TextStream", "add_arguments", "run"]
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What half a character decodes to: a byte-level token may end inside one."""
 
+HELD_OUT_WINDOWS = 32
+HELD_OUT_TOKENS = 128
+"""How much of the bundled validation text an exit rule is calibrated and measured on: a few seconds' worth."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
         "Continue a text. Greedy unless --temperature, --top-k or --top-p is given (sampling) or --num-beams is above 1.\n"
-        "Several numbers of loops give one text each, from the same seed."
+        "Several numbers of loops give one text each, from the same seed. With --exit each token stops looping when the rule\n"
+        "says so, after at most so many loops."
     )
     parser.epilog = (
         "examples:\n"
         '  loopformers generate runs/quickstart/elastic-flt --prompt "It was a" --num-loops 1,4,12\n'
-        '  loopformers generate models/loopformer-3x8 --prompt "Once" --schedule coarse-first:4 --temperature 0.8 --seed 1'
+        '  loopformers generate models/loopformer-3x8 --prompt "Once" --schedule coarse-first:4 --temperature 0.8 --seed 1\n'
+        '  loopformers generate runs/quickstart/elastic-flt --prompt "It was a" --exit kl:5e-4\n'
+        '  loopformers generate runs/quickstart/elastic-flt --prompt "It was a" --exit kl --average-loops 3'
     )
     parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue; - reads it from stdin")
     add_budget_arguments(parser)
+    parser.add_argument(
+        "--exit",
+        metavar="RULE",
+        help="stop looping by token: kl:5e-4, entropy:0.01, state:0.05 or argmax:2; with --average-loops the name alone",
+    )
+    parser.add_argument(
+        "--average-loops",
+        type=float,
+        metavar="M",
+        help="set the threshold of --exit so that tokens of the bundled validation text get so many loops on average",
+    )
     parser.add_argument(
         "--max-new-tokens", type=int, default=64, metavar="N", help="at most so many (default: %(default)s)"
     )
@@ -50,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     options = _decoding(arguments)
+    _check_exit(arguments)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     from loopformers.cli.checkpoint import load_config, load_model, load_tokenizer
     from loopformers.model.saved_schedule import read_schedule
@@ -74,21 +94,25 @@ def run(arguments: argparse.Namespace) -> int:
                 print_heading(_heading(schedule))
             write(prompt)
             on_text = write
-        ids = _generate(model, tokenizer, prompt_ids, schedule, options, arguments.seed, on_text)
+        rule = _exit_rule(arguments, model, tokenizer, schedule)
+        ids, loops = _generate(model, tokenizer, prompt_ids, schedule, options, arguments.seed, on_text, rule)
         if not arguments.json:
             write("\n\n" if len(schedules) > 1 and schedule is not schedules[-1] else "\n")
-        samples.append(
-            {
-                "num_loops": schedule.num_loops,
-                "schedule": str(schedule),
-                "text": tokenizer.decode(ids, skip_special_tokens=True),
-                "token_ids": ids,
-                "num_new_tokens": len(ids),
-                "forward_flops_per_token": config.flops_per_token(
-                    schedule=schedule, seq_len=len(prompt_ids) + len(ids)
-                ),
-            }
-        )
+        sample = {
+            "num_loops": schedule.num_loops,
+            "schedule": str(schedule),
+            "text": tokenizer.decode(ids, skip_special_tokens=True),
+            "token_ids": ids,
+            "num_new_tokens": len(ids),
+            "forward_flops_per_token": config.flops_per_token(schedule=schedule, seq_len=len(prompt_ids) + len(ids)),
+        }
+        if rule is not None:
+            average = sum(loops) / len(loops)
+            sample["exit"] = {"rule": str(rule), "average_loops": average, "loops": loops}
+            print_note(
+                f"exit {rule}: {average:.2f} of {schedule.num_loops} loops a token, over {len(loops)} new tokens"
+            )
+        samples.append(sample)
     if arguments.json:
         settings = {"prompt": prompt, "num_prompt_tokens": len(prompt_ids), "seed": arguments.seed, "decoding": options}
         print_json({"model": arguments.model, **settings, "samples": samples})
@@ -137,27 +161,93 @@ def _generate(
     options: dict[str, Any],
     seed: int,
     on_text: Callable[[str], None] | None,
-) -> list[int]:
+    rule: ExitRule | None,
+) -> tuple[list[int], list[int]]:
+    """Return the new tokens, and under a rule the loops that each of them took."""
+    import warnings
+
     import torch
+
+    from loopformers.errors import ExitWarning
+    from loopformers.model.transformers_range import CACHE_NAME
 
     torch.manual_seed(seed)
     stream = None if on_text is None or options["num_beams"] > 1 else TextStream(tokenizer, on_text)
     stop = tokenizer.eos_token_id if model.config.eos_token_id is None else model.config.eos_token_id
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     ids = torch.tensor([prompt_ids], device=model.device)
-    output: Any = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        schedule=schedule,
-        streamer=stream,
-        eos_token_id=stop,
-        pad_token_id=pad,
-        **options,
-    )
-    new: list[int] = output[0, len(prompt_ids) :].tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExitWarning)  # _exit_rule has said it, with the loss
+        output: Any = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            schedule=schedule,
+            streamer=stream,
+            eos_token_id=stop,
+            pad_token_id=pad,
+            use_cache=True,
+            return_dict_in_generate=True,
+            **({} if rule is None else {"exit_rule": rule}),
+            **options,
+        )
+    new: list[int] = output.sequences[0, len(prompt_ids) :].tolist()
+    # A token comes out of the position before its own, and the last one was not run.
+    loops = [] if rule is None else output[CACHE_NAME].exit_loops[0, len(prompt_ids) - 1 :].tolist()
     if on_text is not None and stream is None:
         on_text(tokenizer.decode(new, skip_special_tokens=True))
-    return new
+    return new, loops
+
+
+def _check_exit(arguments: argparse.Namespace) -> None:
+    if arguments.exit is None:
+        if arguments.average_loops is not None:
+            raise ConfigError("--average-loops sets the threshold of a rule; name one, such as --exit kl")
+        return
+    if arguments.num_beams > 1:
+        raise ConfigError("--exit with --num-beams: loops are counted by token, and beams share tokens; leave one out")
+    if arguments.average_loops is None:
+        from loopformers.generation.rules import parse_exit_rule
+
+        parse_exit_rule(arguments.exit)
+    elif ":" in arguments.exit:
+        raise ConfigError(
+            f"--exit {arguments.exit} has a threshold, and --average-loops would set it; write --exit "
+            f"{arguments.exit.partition(':')[0]}, or leave --average-loops out"
+        )
+
+
+def _exit_rule(
+    arguments: argparse.Namespace, model: LoopedForCausalLM, tokenizer: Any, schedule: Schedule
+) -> ExitRule | None:
+    """Return the rule that was asked for, calibrated where that was asked for, and say what an untrained model pays."""
+    if arguments.exit is None:
+        return None
+    from loopformers.evaluation.exit import calibrate, measure_exit
+    from loopformers.generation.rules import parse_exit_rule
+    from loopformers.generation.untrained import exit_warning, why_untrained
+
+    rule = None if arguments.average_loops is not None else parse_exit_rule(arguments.exit)
+    if rule is not None and why_untrained(model.config) is None:
+        return rule
+    windows = _held_out(model, tokenizer)
+    if rule is None:
+        rule = calibrate(model, arguments.exit, windows, average_loops=arguments.average_loops, schedule=schedule)
+        print_note(f"--exit {rule} gives {arguments.average_loops:g} loops on average on the bundled validation text")
+    if why_untrained(model.config) is not None:
+        measure_exit(model, rule, windows, schedule=schedule)
+        print_note(f"warning: {exit_warning(model, rule)}")
+    return rule
+
+
+def _held_out(model: LoopedForCausalLM, tokenizer: Any) -> Sequence[dict[str, Any]]:
+    """A few windows of the bundled validation text."""
+    from loopformers.cli.text import check_tokenizer
+    from loopformers.evaluation.text import read_documents, read_windows
+
+    check_tokenizer(tokenizer, model.config.vocab_size, "the model")
+    seq_len = min(model.config.max_position_embeddings, HELD_OUT_TOKENS)
+    documents = read_documents("bundled", "validation")
+    return read_windows(documents, tokenizer, seq_len=seq_len, num_windows=HELD_OUT_WINDOWS).windows
 
 
 def _decoding(arguments: argparse.Namespace) -> dict[str, Any]:
