@@ -257,7 +257,10 @@ def measure_memory(sizes: Sizes, repeats: int) -> list[Comparison]:
 def run(
     argv: Sequence[str] | None,
     about: str,
-    measure: dict[str, Callable[[Sizes, int], list[Comparison]]],
+    measure: dict[str, Callable[[Any, int], list[Comparison]]],
+    *,
+    whole: Any = None,
+    fast: Any = FAST,
 ) -> int:
     """Measure, print the table, and return 0 when every target is met and 1 otherwise."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
@@ -270,7 +273,7 @@ def run(
     if arguments.threads < 1 or arguments.repeats < 1:
         parser.error("--threads and --repeats must be at least 1")
     torch.set_num_threads(arguments.threads)
-    sizes = FAST if arguments.fast else Sizes()
+    sizes = fast if arguments.fast else whole or Sizes()
     rows = [row for section in arguments.only or measure for row in measure[section](sizes, arguments.repeats)]
     context = environment()
     Console(width=180).print(render(rows, context))
