@@ -173,8 +173,8 @@ class LoopConfig(Costs, PreTrainedConfig):
         """Return the configuration of a system, at its paper's size unless overridden.
 
         Args:
-            name: `lt lt-input lt-query flt-residual flt`, `base base-loop base-loop-exit tmlt tmlt-exit loopformer`, or
-                `elastic-flt`.
+            name: `lt lt-input lt-query flt-residual flt`, `base base-loop base-loop-exit tmlt tmlt-exit loopformer`, or one
+                of ours: `lt-adapter`, `elastic-flt`, `elastic-adapter`.
             overrides: Any field.
 
         Raises:

@@ -53,6 +53,7 @@ _LOOPFORMER: dict[str, Any] = {
 _BASE = _LOOPFORMER | {"learned_norms": "all"}
 _TMLT = _LOOPFORMER | {"conditioning": "loop_index", "modulation_init": "zero"}
 _SHORTCUT = {"objective": "shortcut_consistency"}
+_ELASTIC = _SHORTCUT | {"conditioning": "time_and_step", "modulation_init": "open"}
 
 PRESETS: dict[str, Mapping[str, Any]] = {
     "lt": _FLT | {"stream": "state", "injection": "none"},
@@ -67,9 +68,8 @@ PRESETS: dict[str, Mapping[str, Any]] = {
     "tmlt": _TMLT,
     "tmlt-exit": _TMLT | _SHORTCUT,
     "loopformer": _LOOPFORMER | _SHORTCUT | {"conditioning": "time_and_step", "modulation_init": "zero"},
-    "elastic-flt": _FLT
-    | _SHORTCUT
-    | {"stream": "inputs", "injection": "query_all", "conditioning": "time_and_step", "modulation_init": "open"},
+    "elastic-flt": _FLT | _ELASTIC | {"stream": "inputs", "injection": "query_all"},
+    "elastic-adapter": _FLT | _ELASTIC | {"stream": "adapter", "injection": "none"},
 }
 """Field values by system. Everything that a row leaves out is LoopConfig's default."""
 

@@ -249,9 +249,10 @@ def _layer_bytes(
 def _loop_bytes(config: LoopConfig, batch: Microbatch, loop_idx: int) -> int:
     """Bytes that one loop saves: its layers, its start and its closing norm.
 
-    For each token: a norm at the start, 4 bytes (and the sum d s where the stream is inputs + state); a norm at the end,
-    its input d s and 4 bytes. Models that chain raw states (`loop_norm` false) have neither, and where the first layer
-    reads the shared inputs themselves it does not save them again, - d s.
+    For each token: a norm at the start, 4 bytes (and the sum d s where the stream is inputs + state or an adapter, which
+    also saves what its two maps read); a norm at the end, its input d s and 4 bytes. Models that chain raw states
+    (`loop_norm` false) have neither, and where the first layer reads the shared inputs themselves it does not save them
+    again, - d s.
     """
     n, d = batch.tokens, config.hidden_size
     later = loop_idx > 0
@@ -269,7 +270,8 @@ def _loop_bytes(config: LoopConfig, batch: Microbatch, loop_idx: int) -> int:
     if config.loop_norm:
         starts_anew = not later or config.stream != "state"
         total += n * FLOAT if starts_anew else 0
-        total += n * d * FLOAT if later and config.stream == "inputs_plus_state" else 0
+        total += n * d * FLOAT if later and config.stream in ("inputs_plus_state", "adapter") else 0
+        total += n * (2 * d + 1) * FLOAT if later and config.stream == "adapter" else 0  # normed inputs, and the state
         total += n * _norm_numbers(config) * FLOAT
     elif not later or (config.stream == "inputs" and config.injection != "residual_all"):
         total -= n * d * FLOAT
