@@ -103,6 +103,27 @@ def test_a_difference_beyond_chance_is_called_better_or_worse():
     assert worse["difference"] == -better["difference"] == pytest.approx(-30)
 
 
+@pytest.mark.parametrize(("num_different", "p_value"), [(0, 1), (1, 1), (4, 2 / 2**4), (6, 2 / 2**6), (11, 2 / 2**11)])
+def test_few_different_answers_are_judged_by_coins_and_not_by_a_normal_law(num_different, p_value):
+    mine, theirs = [1.0] * 40, [0.0] * num_different + [1.0] * (40 - num_different)
+    pair = (answered("piqa", theirs), answered("piqa", mine, num_loops=1, schedule="1/1"))
+    (found,) = differences(Results((MODEL,), (PROTOCOL,), pair))  # type: ignore[arg-type]
+    assert found.p_value == pytest.approx(p_value)
+    assert found.is_noise is (num_different < 6)
+
+
+def test_the_test_of_many_answers_meets_that_of_some():
+    p_values = []
+    for num_better, num_worse in ((32, 18), (33, 18)):  # 50 different answers are flipped, 51 are taken as normal
+        same = [1.0] * 20
+        mine = [1.0] * num_better + [0.0] * num_worse + same
+        theirs = [0.0] * num_better + [1.0] * num_worse + same
+        pair = (answered("piqa", theirs), answered("piqa", mine, num_loops=1, schedule="1/1"))
+        p_values.append(differences(Results((MODEL,), (PROTOCOL,), pair))[0].p_value)  # type: ignore[arg-type]
+    assert p_values[0] == pytest.approx(0.065, abs=0.01)  # exact: 0.0649
+    assert p_values[1] == pytest.approx(0.036, abs=0.01)
+
+
 def test_a_row_differs_from_itself_by_noise():
     again = Results((MODEL,), (PROTOCOL,), (score(), score(num_loops=1, schedule="1/1")))
     assert [d.is_noise for d in differences(again)] == [True]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from loopformers.errors import ConfigError
 from loopformers.evaluation.results import COST_SEQ_LEN, ModelInfo, Protocol, Results, Score
@@ -17,8 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Difference", "Row", "difference_table", "differences", "plot_accuracy", "rows", "score_table"]
 
-NORMAL_95 = 1.96
-"""Standard errors within which 95 % of differences fall that are nothing but chance."""
+NOISE = 0.05
+"""A difference is noise unless chance alone gives one as large less often than this."""
+
+MANY = 50
+"""Questions with different answers from which on a sum of coins is as good as normal."""
+
+NUM_FLIPS = 20_000
 
 PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
 
@@ -170,11 +178,13 @@ class Difference:
     """Of that mean, from the differences of single questions."""
     num_questions: int
     """Pairs."""
+    p_value: float
+    """How often chance alone gives a difference as large: a coin says for each question which model has which answer."""
 
     @property
     def is_noise(self) -> bool:
-        """Whether 95 % of differences that are nothing but chance would be as small."""
-        return abs(self.difference) <= NORMAL_95 * self.standard_error
+        """Whether chance alone gives a difference as large in more than one case of twenty."""
+        return self.p_value >= NOISE
 
 
 def differences(results: Results, *, baseline: int = 0) -> list[Difference]:
@@ -194,8 +204,8 @@ def differences(results: Results, *, baseline: int = 0) -> list[Difference]:
     for row in every:
         if row is base:
             continue
-        parts = []
         names = {"baseline": base.label, "other": row.label}
+        parts, singles = [], []
         for task, score in row.scores.items():
             other = base.scores.get(task)
             mine, theirs = score.questions.get(score.metric), other and other.questions.get(score.metric)
@@ -204,16 +214,30 @@ def differences(results: Results, *, baseline: int = 0) -> list[Difference]:
             single = [a - b for a, b in zip(mine, theirs, strict=True)]
             error = statistics.stdev(single) / math.sqrt(len(single)) if len(single) > 1 else math.inf
             parts.append((score.weight, statistics.fmean(single), error))
+            singles.append([score.weight * difference / len(single) for difference in single])
             found.append(
-                Difference(task=task, difference=parts[-1][1], standard_error=error, num_questions=len(single), **names)
+                Difference(
+                    task=task,
+                    difference=parts[-1][1],
+                    standard_error=error,
+                    num_questions=len(single),
+                    p_value=_p_value(single),
+                    **names,
+                )
             )
         if len(parts) > 1:
             mean, mean_error = _weighted(parts)
             assert mean is not None  # every task counts,
             assert mean_error is not None  # and each has an error
-            count = sum(d.num_questions for d in found[-len(parts) :])
             found.append(
-                Difference(task="mean", difference=mean, standard_error=mean_error, num_questions=count, **names)
+                Difference(
+                    task="mean",
+                    difference=mean,
+                    standard_error=mean_error,
+                    num_questions=sum(map(len, singles)),
+                    p_value=_p_value([part for single in singles for part in single]),
+                    **names,
+                )
             )
     return found
 
@@ -227,6 +251,7 @@ def difference_table(found: Sequence[Difference]) -> Table:
         Column(key="difference", title="difference", unit="points", align="right", format="+.2f"),
         Column(key="standard_error", title="standard error", unit="points", align="right", format=".2f"),
         Column(key="num_questions", title="questions", align="right", format=",d"),
+        Column(key="p_value", title="p", align="right", format=".2g"),
         Column(key="verdict", title="verdict"),
     )
     entries = [
@@ -237,13 +262,14 @@ def difference_table(found: Sequence[Difference]) -> Table:
             "difference": 100 * d.difference,
             "standard_error": 100 * d.standard_error,
             "num_questions": d.num_questions,
+            "p_value": d.p_value,
             "verdict": "within noise" if d.is_noise else ("better" if d.difference > 0 else "worse"),
         }
         for d in found
     ]
     note = (
-        "Differences of the same questions. Within noise: no larger than 1.96 standard errors, as 95 of 100 differences "
-        "are that are nothing but chance; of many comparisons, some leave that range by chance."
+        "Differences on the same questions. p: how often chance alone gives one as large, when a coin says for each question "
+        f"which model has which answer. Within noise: p of {NOISE} or more; of twenty comparisons, one is below by chance."
     )
     return Table(title="Differences", columns=columns, rows=tuple(entries), note=note)
 
@@ -286,6 +312,25 @@ def _weighted(parts: Sequence[tuple[float, float, float | None]]) -> tuple[float
     if any(error is None for _, _, error in parts):
         return mean, None
     return mean, math.sqrt(sum((weight * (error or 0.0)) ** 2 for weight, _, error in parts)) / total
+
+
+def _p_value(differences: Sequence[float]) -> float:
+    """Return how often random signs of these differences give a sum as large as theirs (paired permutation test).
+
+    With few differences from zero, signs are drawn (or all tried, where they are at most 2^12); a sum of many is normal.
+    """
+    parts = np.array([d for d in differences if d])
+    if not len(parts):
+        return 1.0
+    total = abs(parts.sum())
+    if len(parts) > MANY:
+        return math.erfc(total / math.sqrt(2 * float((parts**2).sum())))
+    if len(parts) <= 12:
+        signs = np.array(list(itertools.product((-1, 1), repeat=len(parts))))
+    else:  # what was observed is one of the draws
+        drawn = np.random.default_rng(0).choice((-1, 1), size=(NUM_FLIPS, len(parts)))
+        signs = np.concatenate([drawn, np.sign(parts)[None]])
+    return float((abs(signs @ abs(parts)) >= total * (1 - 1e-9)).mean())
 
 
 def _note(results: Results) -> str:
