@@ -11,12 +11,23 @@ from functools import cached_property
 from loopformers.studies.grid import Label
 from loopformers.studies.results import CellResult
 
-__all__ = ["Group", "Groups", "Spread"]
+__all__ = ["Group", "Groups", "Measure", "Spread", "Variant", "variant_name"]
 
 Measure = Callable[[CellResult], float | None]
 """From a result to a number; None: not measured, which is left out. An infinite one counts: a run may have diverged."""
 
+Variant = tuple[tuple[str, Label], ...]
+"""A grid's further axes and what they are at; empty: none."""
+
 CANONICAL = ("system", "loops", "seed")
+
+LARGEST_DIFFERENCE = 0.25
+"""How far, as a share, the parameters of a one-pass model may be from those of the looped one that it stands beside."""
+
+
+def variant_name(variant: Variant) -> str:
+    """Return a variant in words: `matrix_lr 0.03, gqa`."""
+    return ", ".join(f"{axis.rpartition('.')[2]} {label}" if "." in axis else str(label) for axis, label in variant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +56,13 @@ class Group:
 
     system: str
     loops: int
-    variant: tuple[tuple[str, Label], ...]
-    """The grid's further axes and what they are at; empty: none."""
+    variant: Variant
     results: tuple[CellResult, ...]
 
     @property
     def variant_name(self) -> str:
-        """The variant in words: `matrix_lr=0.03, gqa`."""
-        return ", ".join(
-            f"{axis.rpartition('.')[2]} {label}" if "." in axis else str(label) for axis, label in self.variant
-        )
+        """The variant in words."""
+        return variant_name(self.variant)
 
     @property
     def label(self) -> str:
@@ -92,7 +100,7 @@ class Groups:
     """
 
     def __init__(self, results: Sequence[CellResult]) -> None:
-        found: dict[tuple[tuple[tuple[str, Label], ...], str, int], list[CellResult]] = {}
+        found: dict[tuple[Variant, str, int], list[CellResult]] = {}
         for result in results:
             variant = tuple((axis, label) for axis, label in result.axes.items() if axis not in CANONICAL)
             found.setdefault((variant, str(result.axes["system"]), int(str(result.axes["loops"]))), []).append(result)
@@ -113,20 +121,24 @@ class Groups:
         return iter(self.all)
 
     def one_pass(self, group: Group) -> Group | None:
-        """Return what stands beside a group: T = 1 of its own system and variant, else of its variant in any system that has
-        as many parameters.
+        """Return what stands beside a group: T = 1 of its own system and variant, else of its variant in the system that is
+        nearest in parameters, at most a quarter apart.
 
-        Systems that differ in their recurrence alone are the same model at T = 1, so one of them is enough.
+        Systems that differ in their recurrence alone are the same model at T = 1, so one of them is enough; what a recurrence
+        or a conditioning owns comes on top.
         """
         once = [other for other in self.all if other.loops == 1 and other.variant == group.variant]
         own = [other for other in once if other.system == group.system]
-        matched = [other for other in once if other.num_parameters == group.num_parameters]
-        return next(iter([*own, *matched]), None)
+        matched = [
+            other for other in once if abs(other.num_parameters / group.num_parameters - 1) <= LARGEST_DIFFERENCE
+        ]
+        nearest = sorted(matched, key=lambda other: abs(other.num_parameters - group.num_parameters))
+        return next(iter([*own, *nearest]), None)
 
     def looped(self) -> list[Group]:
         """Return the groups of more than one loop."""
         return [group for group in self.all if group.loops > 1]
 
-    def find(self, system: str, loops: int, variant: tuple[tuple[str, Label], ...] = ()) -> Group | None:
+    def find(self, system: str, loops: int, variant: Variant = ()) -> Group | None:
         """Return one group, or None."""
         return next((g for g in self.all if (g.system, g.loops, g.variant) == (system, loops, variant)), None)
