@@ -11,7 +11,7 @@ from rich.console import Console
 
 from loopformers.cli.main import main
 from loopformers.cli.study_bars import StudyBars
-from loopformers.cli.study_stability import parse_seeds
+from loopformers.cli.study_command import parse_seeds
 from loopformers.errors import ConfigError
 from loopformers.studies.results import CellResult
 from loopformers.studies.workers import Failed, Finished, Reported, Started, Stopping

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
-from loopformers.report.tables import Column, Table, Value
-from loopformers.studies.grid import Label
-from loopformers.studies.groups import Group, Groups
+from loopformers.studies.claims import Claim, say_claims, say_missing
+from loopformers.studies.groups import Group, Groups, Variant
 from loopformers.studies.measures import below_unigram, loss
 
-__all__ = ["Claim", "claims_table", "judge_claims", "summarise"]
+__all__ = ["judge_claims", "summarise"]
 
 COLLAPSE_MARGIN = 0.3
 """Nats below the unigram level within which lt counts as collapsed."""
@@ -31,20 +28,6 @@ RISING_LOOPS = (3, 6, 12)
 
 DEEP = 12
 """T of the claims about deep loops."""
-
-Outcome = Literal["reproduced", "not reproduced", "not tested"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Claim:
-    """One statement and what the results say of it."""
-
-    statement: str
-    outcome: Outcome
-    evidence: str
-    """The deciding numbers."""
-    variant: str = ""
-    """Of the grid; empty: it has none."""
 
 
 def judge_claims(groups: Groups) -> list[Claim]:
@@ -62,27 +45,6 @@ def judge_claims(groups: Groups) -> list[Claim]:
     return claims
 
 
-def claims_table(claims: Sequence[Claim]) -> Table:
-    """Return the claims as a table."""
-    variant = (Column(key="variant", title="variant"),) if any(claim.variant for claim in claims) else ()
-    columns = (
-        Column(key="statement", title="claim"),
-        *variant,
-        Column(key="outcome", title="here"),
-        Column(key="evidence", title="numbers"),
-    )
-    rows: list[dict[str, Value]] = [
-        {
-            "statement": claim.statement,
-            **({"variant": claim.variant} if variant else {}),
-            "outcome": claim.outcome,
-            "evidence": claim.evidence,
-        }
-        for claim in claims
-    ]
-    return Table(title="What was reproduced, and what was not", columns=columns, rows=tuple(rows))
-
-
 def summarise(groups: Groups, claims: Sequence[Claim], *, num_missing: int, num_failed: int) -> str:
     """Say in a few sentences what was seen."""
     if not groups.all:
@@ -96,32 +58,11 @@ def summarise(groups: Groups, claims: Sequence[Claim], *, num_missing: int, num_
             side = f"{abs(below.median):.2f} nats {'below' if below.median >= 0 else 'above'} the unigram level"
             ends.append(f"{group.label} {side} ({group.verdicts()})")
     sentences = [f"At T = {deepest}: {'; '.join(ends)}."] if ends else []
-    for outcome in ("reproduced", "not reproduced"):
-        stated = [_with_variant(claim) for claim in claims if claim.outcome == outcome]
-        if stated:
-            sentences.append(f"{outcome.capitalize()}: {'; '.join(stated)}.")
-    untested = sum(claim.outcome == "not tested" for claim in claims)
-    if untested:
-        sentences.append(f"{untested} of {len(claims)} claims need cells that this grid has not.")
-    if num_missing:
-        failed = f", {num_failed} of them because they failed" if num_failed else ""
-        sentences.append(f"{num_missing} cells have no outcome{failed}.")
+    sentences += [*say_claims(claims), *say_missing(num_missing, num_failed)]
     return " ".join(sentences)
 
 
-def _with_variant(claim: Claim) -> str:
-    return f"{claim.statement} [{claim.variant}]" if claim.variant else claim.statement
-
-
 # -- the claims ------------------------------------------------------------------------------------------------
-
-Variant = tuple[tuple[str, Label], ...]
-
-
-def _claim(statement: str, variant: Variant, holds: bool | None, evidence: str) -> Claim:
-    outcome: Outcome = "not tested" if holds is None else "reproduced" if holds else "not reproduced"
-    name = Group("", 0, variant, ()).variant_name
-    return Claim(statement=statement, outcome=outcome, evidence=evidence, variant=name)
 
 
 def _lt_collapses(groups: Groups, variant: Variant) -> Claim:
@@ -129,8 +70,8 @@ def _lt_collapses(groups: Groups, variant: Variant) -> Claim:
     group = groups.find("lt", DEEP, variant)
     spread = None if group is None else group.spread(below_unigram)
     if spread is None:
-        return _claim(statement, variant, None, "")
-    return _claim(statement, variant, spread.high < COLLAPSE_MARGIN, _below(spread.low, spread.high))
+        return Claim.of_paper(statement, variant, None)
+    return Claim.of_paper(statement, variant, spread.high < COLLAPSE_MARGIN, _below(spread.low, spread.high))
 
 
 def _flt_trains(groups: Groups, variant: Variant) -> Claim:
@@ -140,8 +81,8 @@ def _flt_trains(groups: Groups, variant: Variant) -> Claim:
     group = groups.find("flt", DEEP, variant)
     spread = None if group is None else group.spread(below_unigram)
     if spread is None:
-        return _claim(statement, variant, None, "")
-    return _claim(statement, variant, spread.low > LEARNED_MARGIN, _below(spread.low, spread.high))
+        return Claim.of_paper(statement, variant, None)
+    return Claim.of_paper(statement, variant, spread.low > LEARNED_MARGIN, _below(spread.low, spread.high))
 
 
 def _lt_rises(groups: Groups, variant: Variant) -> Claim:
@@ -149,8 +90,8 @@ def _lt_rises(groups: Groups, variant: Variant) -> Claim:
     found = [groups.find("lt", loops, variant) for loops in RISING_LOOPS]
     losses = _losses([group for group in found if group is not None])
     if len(losses) < len(RISING_LOOPS):
-        return _claim(statement, variant, None, "")
-    return _claim(
+        return Claim.of_paper(statement, variant, None)
+    return Claim.of_paper(
         statement, variant, losses == sorted(losses) and losses[0] < losses[-1], _listed(RISING_LOOPS, losses)
     )
 
@@ -160,8 +101,8 @@ def _flt_is_flat(groups: Groups, variant: Variant) -> Claim:
     found = _all_loops(groups, "flt", variant)
     losses = _losses(found)
     if len(losses) < 2:
-        return _claim(statement, variant, None, "")
-    return _claim(
+        return Claim.of_paper(statement, variant, None)
+    return Claim.of_paper(
         statement, variant, max(losses) - min(losses) < LARGEST_SPREAD, _listed([g.loops for g in found], losses)
     )
 
@@ -171,9 +112,11 @@ def _others_collapse(groups: Groups, variant: Variant) -> Claim:
     statement = f"{', '.join(names[:-1])} and {names[-1]} collapse at T = {DEEP} too (the paper's full size)"
     found = [group for name in names if (group := groups.find(name, DEEP, variant)) is not None]
     if len(found) < len(names):
-        return _claim(statement, variant, None, "")
+        return Claim.of_paper(statement, variant, None)
     collapsed = all(result.run["verdict"] == "collapsed" for group in found for result in group.results)
-    return _claim(statement, variant, collapsed, "; ".join(f"{group.system} {group.verdicts()}" for group in found))
+    return Claim.of_paper(
+        statement, variant, collapsed, "; ".join(f"{group.system} {group.verdicts()}" for group in found)
+    )
 
 
 def _flt_improves(groups: Groups, variant: Variant) -> Claim:
@@ -181,11 +124,11 @@ def _flt_improves(groups: Groups, variant: Variant) -> Claim:
     found = _all_loops(groups, "flt", variant)
     once = groups.one_pass(found[0]) if found else None
     if once is None or len(found) < 2:
-        return _claim(statement, variant, None, "")
+        return Claim.of_paper(statement, variant, None)
     chain = [once, *found]
     losses = _losses(chain)
     falls = all(later < earlier for earlier, later in itertools.pairwise(losses))
-    return _claim(statement, variant, falls, _listed([group.loops for group in chain], losses))
+    return Claim.of_paper(statement, variant, falls, _listed([group.loops for group in chain], losses))
 
 
 def _all_loops(groups: Groups, system: str, variant: Variant) -> list[Group]:

@@ -4,45 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from loopformers.report.panels import Axis, Line, LinePanel, plot_line_panels, plot_map_panels
 from loopformers.report.plots import ResidualMap, _running_median
-from loopformers.studies.groups import Group, Groups, Spread
+from loopformers.studies.group_figures import StudyFigure, line_of, unigram_level
+from loopformers.studies.group_tables import NATS
+from loopformers.studies.groups import Group, Groups, Spread, variant_name
 from loopformers.studies.measures import budget_losses, loss
 from loopformers.studies.results import CellResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["StudyFigure", "stability_figures"]
+__all__ = ["stability_figures"]
 
 SMOOTHING = 9
 """Updates of the running median over training losses."""
 
 STEPS = "step (optimiser updates)"
-NATS = "nats per token"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudyFigure:
-    """A figure and what a reader needs to judge it."""
-
-    name: str
-    """Of its file."""
-    figure: Figure
-    alt: str
-    """What it shows, for those who do not see it."""
-    caption: str
-    """What it means."""
-    formula: str
-    """How the shown quantity is computed."""
-
-    @property
-    def wide(self) -> bool:
-        """Whether it has panels side by side."""
-        return len(self.figure.axes) > 1
 
 
 def stability_figures(groups: Groups) -> list[StudyFigure]:
@@ -64,9 +44,9 @@ def final_losses(groups: Groups) -> StudyFigure | None:
             if own:
                 once = groups.one_pass(own[0])
                 chain = own if once is None else [once, *own]
-                lines.append(_line(system, [g.loops for g in chain], [g.spread(loss) for g in chain]))
+                lines.append(line_of(system, [g.loops for g in chain], [g.spread(loss) for g in chain]))
         if lines:
-            panels.append(LinePanel(title=Group("", 0, variant, ()).variant_name, lines=lines))
+            panels.append(LinePanel(title=variant_name(variant), lines=lines))
     if not panels:
         return None
     return StudyFigure(
@@ -88,7 +68,7 @@ def training_losses(groups: Groups) -> StudyFigure | None:
 
     def line(group: Group) -> Line | None:
         steps, spreads = _over_steps(group, "loss", smoothing=SMOOTHING)
-        return _line(_loops(group), steps, spreads) if steps else None
+        return line_of(_loops(group), steps, spreads) if steps else None
 
     panels = _by_system(groups, line)
     if not panels:
@@ -130,7 +110,7 @@ def residual_norms(groups: Groups) -> StudyFigure | None:
         spreads = [group.spread(_last_norm(loop)) for loop in range(group.loops)]
         if group.loops == 1 or not any(spreads):
             return None
-        return _line(_loops(group), list(range(1, group.loops + 1)), spreads)
+        return line_of(_loops(group), list(range(1, group.loops + 1)), spreads)
 
     panels = _by_system(groups, line)
     if not panels:
@@ -184,7 +164,7 @@ def budgets(groups: Groups) -> StudyFigure | None:
         if group.loops == 1:  # it stands for T = 1 of all systems, which are one model there, and at M = 1 alone
             counts = [m for m in counts if m == 1]
         spreads = [Spread.of(budget_losses(result).get(m) for result in group.results) for m in counts]
-        return _line(_loops(group), counts, spreads) if counts else None
+        return line_of(_loops(group), counts, spreads) if counts else None
 
     panels = _by_system(groups, line)
     if not panels:
@@ -210,7 +190,7 @@ def state_changes(groups: Groups) -> StudyFigure | None:
         spreads = [group.spread(_state_change(loop)) for loop in range(group.loops - 1)]
         if group.loops < 2 or not any(spreads):
             return None
-        return _line(_loops(group), list(range(2, group.loops + 1)), spreads)
+        return line_of(_loops(group), list(range(2, group.loops + 1)), spreads)
 
     panels = _by_system(groups, line)
     if not panels:
@@ -227,12 +207,6 @@ def state_changes(groups: Groups) -> StudyFigure | None:
 
 
 # -- parts -----------------------------------------------------------------------------------------------------
-
-
-def unigram_level(groups: Groups) -> dict[str, float]:
-    """Return the reference line of the unigram level, where all cells share one."""
-    levels = {round(float(result.run["unigram_loss"]), 3) for group in groups for result in group.results}
-    return {"unigram level": levels.pop()} if len(levels) == 1 else {}
 
 
 def _by_system(groups: Groups, make: Callable[[Group], Line | None]) -> list[LinePanel]:
@@ -261,13 +235,6 @@ def _columns(groups: Groups) -> int:
     """Return how many panels stand in a row: with variants, a row is a variant."""
     looped = len({group.system for group in groups.looped()})
     return max(1, min(looped, 4)) if len(groups.variants) > 1 else 3
-
-
-def _line(label: str, x: Sequence[float], spreads: Sequence[Spread | None]) -> Line:
-    def values(bound: str) -> list[float | None]:
-        return [None if s is None or math.isinf(getattr(s, bound)) else getattr(s, bound) for s in spreads]
-
-    return Line(label=label, x=x, y=values("median"), low=values("low"), high=values("high"))
 
 
 def _loops(group: Group) -> str:
