@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
+from lm_eval.tasks import TaskManager
 
 from loopformers.evaluation.run_lm_eval import main
 
@@ -31,6 +33,8 @@ def test_the_harnesss_own_command_line_runs_our_model(elastic, tokenizer, tmp_pa
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)  # it asks pip and git
     monkeypatch.setattr("lm_eval.utils.setup_logging", lambda *_: None)
     monkeypatch.setattr("lm_eval._cli.run.setup_logging", lambda *_: None, raising=False)
+    few = functools.partial(TaskManager, include_defaults=False)  # reading all of the harness's tasks takes a while
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", few)
     arguments = f"pretrained={tmp_path / 'model'},schedule=1/2+1/4+1/4"
     main(["run", "--model", "loopformers", "--model_args", arguments, "--tasks", str(tmp_path / "sums.yaml")])
     assert "|sums " in capsys.readouterr().out
