@@ -46,19 +46,41 @@ OnBatch = Callable[[int], None]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class WindowBatch:
-    """Windows of one length, (batch, seq) each.
+    """Windows of one length, and where they ask for something.
 
     Attributes:
-        input_ids: Tokens.
-        labels: Targets, not shifted, -100 where there is none.
-        questions: Which question of its window a target belongs to; where windows do not say, all are one.
-        difficulties: How hard that question is; -1 where windows do not say.
+        input_ids: Tokens, (batch, seq).
+        labels: Targets, not shifted, -100 where there is none, (batch, seq).
+        questions: Which question of its window a target belongs to; where windows do not say, all are one; (batch, seq).
+        difficulties: How hard that question is; -1 where windows do not say; (batch, seq).
+        rows: Window of each target, (targets,).
+        columns: Position that predicts it, the one before its own, (targets,).
+        question_of_target: Question, counted over the batch, of each target, (targets,).
+        difficulty_of_question: Of each question, (questions,).
     """
 
     input_ids: Tensor
     labels: Tensor
     questions: Tensor
     difficulties: Tensor
+    rows: Tensor = field(init=False)
+    columns: Tensor = field(init=False)
+    question_of_target: Tensor = field(init=False)
+    difficulty_of_question: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows, columns = (self.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
+        places = (rows, columns + 1)
+        asked = torch.stack([rows, self.questions[places], self.difficulties[places]])
+        questions, of_target = asked.unique(dim=1, return_inverse=True)
+        for name, value in (("rows", rows), ("columns", columns), ("question_of_target", of_target)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "difficulty_of_question", questions[2])
+
+    @property
+    def targets(self) -> Tensor:
+        """Tokens to predict, (targets,)."""
+        return self.labels[self.rows, self.columns + 1]
 
 
 @dataclass(slots=True)
@@ -129,33 +151,28 @@ class Tally:
             batch: The windows.
             head: Maps (targets, dim) to logits (targets, vocab); it is run where there is a target, and nowhere else.
         """
-        labels = batch.labels.to(predictions.device)
-        rows, columns = (labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
-        hidden, targets = predictions[rows, columns], labels[rows, columns + 1]
+        rows, columns, targets, questions = (
+            x.to(predictions.device) for x in (batch.rows, batch.columns, batch.targets, batch.question_of_target)
+        )
+        hidden = predictions[rows, columns]
         nats = torch.zeros((), dtype=torch.float64, device=predictions.device)
-        wrong = []
+        wrong = torch.zeros(len(targets), dtype=torch.bool, device=predictions.device)
         for start in range(0, len(targets), CHUNK_TARGETS):
-            part = targets[start : start + CHUNK_TARGETS]
-            logits = head(hidden[start : start + CHUNK_TARGETS])
+            part = slice(start, start + CHUNK_TARGETS)
+            logits = head(hidden[part])
             logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-            nats += F.cross_entropy(logits, part, reduction="none").double().sum()
-            wrong.append(logits.argmax(dim=-1) != part)
-        missed = torch.cat(wrong) if wrong else torch.zeros(0, dtype=torch.bool, device=predictions.device)
+            nats += F.cross_entropy(logits, targets[part], reduction="none").double().sum()
+            wrong[part] = logits.argmax(dim=-1) != targets[part]
         self.nats += nats.item()
         self.num_targets += len(targets)
-        self.num_right += len(targets) - int(missed.sum())
-        places = (rows, columns + 1)
-        asked = torch.stack([rows, *(field.to(rows.device)[places] for field in (batch.questions, batch.difficulties))])
-        self._count_questions(asked.unique(dim=1), asked[:, missed].unique(dim=1))
-        self.tokens_by_length[labels.shape[1]] += labels.numel()
-
-    def _count_questions(self, asked: Tensor, missed: Tensor) -> None:
-        """Count questions, each a column (row, question, difficulty), of all and of those with a wrong target."""
-        self.num_questions += asked.shape[1]
-        self.num_whole += asked.shape[1] - missed.shape[1]
-        levels, missed_levels = (Counter(level for level in x[2].tolist() if level >= 0) for x in (asked, missed))
-        self.questions_by_difficulty.update(levels)
-        self.whole_by_difficulty.update({level: count - missed_levels[level] for level, count in levels.items()})
+        self.num_right += len(targets) - int(wrong.sum())
+        difficulties = batch.difficulty_of_question
+        is_whole = torch.bincount(questions[wrong], minlength=len(difficulties)).cpu() == 0
+        self.num_questions += len(difficulties)
+        self.num_whole += int(is_whole.sum())
+        self.questions_by_difficulty.update(level for level in difficulties.tolist() if level >= 0)
+        self.whole_by_difficulty.update(level for level in difficulties[is_whole].tolist() if level >= 0)
+        self.tokens_by_length[batch.input_ids.shape[1]] += batch.input_ids.numel()
 
 
 def shared_runs(model: LoopedForCausalLM, runs: Sequence[Schedule]) -> list[list[int]]:
