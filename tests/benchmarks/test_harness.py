@@ -25,7 +25,18 @@ def test_both_backends_answer_the_same_requests_and_a_ratio_is_theirs(harness, t
     (tmp_path / "data" / "piqa").mkdir(parents=True)
     lines = ['{"goal": "Carry eggs?", "sol1": "In a basket.", "sol2": "In a bag of stones.", "label": 0}'] * 3
     (tmp_path / "data" / "piqa" / "validation.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    command = ["--tasks", "piqa", "--data", str(tmp_path / "data"), "--limit", "2", "--pairs", "1", "--hidden-size", "32"]
+    command = [
+        "--tasks",
+        "piqa",
+        "--data",
+        str(tmp_path / "data"),
+        "--limit",
+        "2",
+        "--pairs",
+        "1",
+        "--hidden-size",
+        "32",
+    ]
     assert harness.main([*command, "--json", str(tmp_path / "harness.json")]) == 0
     result = json.loads((tmp_path / "harness.json").read_text(encoding="utf-8"))
     assert [row["task"] for row in result["rows"]] == ["piqa", "all"]
