@@ -37,3 +37,7 @@ class Look:
     def has_logits(self) -> bool:
         """Whether the rule has asked for them."""
         return "logits" in self.__dict__
+
+    def only(self, at: Tensor) -> Look:
+        """Return some of the tokens; what is computed is computed for all of them, once. `at`: indices."""
+        return Look(self.state[at], lambda _: self.hidden[at], lambda _: self.logits[at])

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from loopformers.errors import ConfigError, check_count, unknown_name
 from loopformers.generation.adaptive import adaptive_forward
+from loopformers.generation.depthwise import can_decode_depthwise, decode_depthwise
 from loopformers.generation.look import Look
 from loopformers.generation.untrained import warn_where_untrained
+from loopformers.model.transformers_range import CACHE_NAME
 
 if TYPE_CHECKING:
     from loopformers.model.modeling import LoopedCausalLMOutput, LoopedForCausalLM
@@ -54,6 +56,34 @@ class ExitRule:
         """Run a forward call of the model under this rule; the model calls it. See `adaptive_forward`."""
         warn_where_untrained(model, self)
         return adaptive_forward(model, self, **inputs)
+
+    def decode(
+        self,
+        model: LoopedForCausalLM,
+        input_ids: Tensor,
+        *,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **options: Any,
+    ) -> Any:
+        """Decode a batch without letting rows wait for deeper ones; None: not in this case. The model calls it.
+
+        Arguments and result are those of transformers' sampling loop. See `decode_depthwise`.
+        """
+        if not can_decode_depthwise(model, input_ids, generation_config, options):
+            return None
+        return decode_depthwise(
+            model,
+            self,
+            input_ids,
+            schedule=model.config.resolve_schedule(options.get("num_loops"), options.get("schedule")),
+            cache=options[CACHE_NAME],
+            attention_mask=options.get("attention_mask"),
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+        )
 
     def __str__(self) -> str:
         return f"{self.name}:{self.threshold:g}"

@@ -92,6 +92,10 @@ class ExitRunner(Protocol):
         """Run the model until each token leaves. `inputs`: ids, mask, positions, embeddings and cache of `forward`."""
         ...
 
+    def decode(self, model: LoopedForCausalLM, input_ids: Tensor, **options: Any) -> Any:
+        """Do what transformers' sampling loop does with these arguments, or return None to leave it to that loop."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedInputs:
@@ -857,6 +861,14 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             saved = getattr(prepared, "schedule", None) or getattr(self.generation_config, "schedule", None)
             asked = {"schedule": check_saved_schedule(saved, self.config)}
         return prepared, model_kwargs | asked
+
+    def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """transformers' greedy and sampling loop, which an exit rule may replace: rows are done with a token at other times."""
+        rule: Any = kwargs.get("exit_rule")
+        output = None
+        if not args and hasattr(rule, "decode"):
+            output = rule.decode(self, input_ids, **{name: x for name, x in kwargs.items() if name != "exit_rule"})
+        return super()._sample(input_ids, *args, **kwargs) if output is None else output
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
