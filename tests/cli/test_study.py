@@ -114,6 +114,25 @@ def test_bad_input_is_refused_before_anything_is_written(
     assert not folder.exists()
 
 
+def test_the_elastic_study_has_the_same_arguments_and_another_report(
+    grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = yaml.safe_load(grid.read_text())
+    content["blocks"] = [{"system": {"elastic-adapter": {"model.preset": "elastic-adapter", "model.num_loops": 2}}}]
+    grid.write_text(yaml.safe_dump(content))
+    folder = tmp_path / "out"
+    command = ["study", "elastic", "--output-dir", str(folder)]
+    assert main([*command, "--config", str(grid), "--jobs", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert "Validation loss of one trained model by loops run, M" in out
+    assert "elastic-adapter is stable at T = 2 on every seed" in out
+    assert "report.html" in err
+    assert main([*command, "--report-only", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [row["system"] for row in shown["tables"]["controls"]["rows"]] == ["elastic-adapter"] * 2
+    assert shown["missing"] == []
+
+
 def test_study_without_a_subcommand_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["study"]) == 2
     assert "choose one of: stability" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 
 from loopformers.errors import ConfigError
 from loopformers.report.panels import Axis, Line, LinePanel, plot_line_panels, plot_map_panels
-from loopformers.report.plots import PALETTE, ResidualMap, figure_bytes
+from loopformers.report.plots import INK, PALETTE, ResidualMap, figure_bytes
 
 X, Y = Axis(label="step"), Axis(label="loss (nats)", levels={"unigram level": 6.4})
 
@@ -77,3 +77,14 @@ def test_maps_share_one_scale_and_may_have_gaps() -> None:
 def test_what_cannot_be_drawn_is_refused(call: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         call()
+
+
+def test_panels_with_own_legends_begin_with_the_first_colour_again_and_keep_references_in_ink() -> None:
+    values = [3.0, 2.0]
+    panels = [panel(t, line("whole", values), line(f"{t}-1", values), line(f"{t}-2", values)) for t in ("a", "b")]
+    figure = plot_line_panels(panels, x=X, y=Axis(label="loss (nats)"), labels=["whole"], own_legends=True)
+    drawn = [[str(curve.get_color()) for curve in ax.get_lines()] for ax in figure.axes]
+    assert drawn == [[INK, *PALETTE[:2]]] * 2
+    legends = [[text.get_text() for text in ax.get_legend().get_texts()] for ax in figure.axes]
+    assert legends == [["whole", "a-1", "a-2"], ["whole", "b-1", "b-2"]]
+    assert not figure.legends

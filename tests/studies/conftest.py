@@ -36,7 +36,7 @@ def content(texts: Path) -> dict[str, Any]:
                 "cache_dir": str(texts.parent / "cache"),
             },
             "training": {"steps": 4, "batch_size": 3, "checkpoint_interval": 2},
-            "evaluation": {"budgets": [1, 3], "windows": 5},
+            "evaluation": {"budgets": [1, 3], "windows": 5, "interval": 2},
         },
         "blocks": [{"model.preset": ["lt", "flt"], "training.seed": [0, 1]}],
     }

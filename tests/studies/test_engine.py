@@ -37,6 +37,10 @@ def test_a_study_runs_every_cell_records_it_and_is_not_run_again(grid: Grid, tmp
     for name in ("loss", "gradient_norm", "residual_norms", "loop_gradient_norms", "state_cosines", "log_std"):
         assert len(result.curves[name]) == 4, name
     assert [len(row) for row in result.curves["residual_norms"]] == [2] * 4
+    assert [record["step"] for record in result.validation] == [2, 4]
+    assert result.validation[1]["losses"] == {str(b["num_loops"]): b["loss"] for b in result.run["budgets"]}
+    spent = [record["training_flops"] for record in result.validation]
+    assert spent == pytest.approx([result.run["training_flops"] / 2, result.run["training_flops"]], rel=1e-5)
     assert {"oscillation", "residual"} == set(result.stability)
     assert result.loop_use["num_loops"] == 2
     assert len(result.loop_use["state_changes"]) == 1

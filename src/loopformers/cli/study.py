@@ -14,6 +14,10 @@ SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
         "loopformers.cli.study_stability",
         "which looped systems train, at how many loops, and whether their loops are used",
     ),
+    "elastic": (
+        "loopformers.cli.study_elastic",
+        "how near one model for every budget comes to the best for each, and what its parts buy",
+    ),
 }
 """By name: module, and one line for the list."""
 
@@ -21,6 +25,12 @@ SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommands and their arguments."""
     parser.description = "Train a grid of systems, loops and seeds, and report what became of them."
+    parser.epilog = (
+        "examples:\n"
+        "  loopformers study stability --fast\n"
+        "  loopformers study stability --config tasks --jobs 2 --seeds 3,4,5\n"
+        "  loopformers study stability --output-dir runs/study/stability --report-only --json"
+    )
     add_subcommands(parser, "study", SUBCOMMANDS)
 
 

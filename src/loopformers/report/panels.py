@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopformers.errors import ConfigError
 from loopformers.report.plots import (
+    INK,
     MUTED,
     ResidualMap,
     _drawable,
@@ -29,6 +30,9 @@ __all__ = ["Axis", "Line", "LinePanel", "plot_line_panels", "plot_map_panels"]
 
 PANEL_INCHES = (3.0, 2.1)
 """Width and height of a panel."""
+
+WITH_LEGEND_INCHES = (4.9, 2.7)
+"""The same with a legend beside it."""
 
 MOST_MARKED = 16
 """Points up to which a line marks each of them."""
@@ -97,9 +101,15 @@ class Axis:
 
 
 def plot_line_panels(
-    panels: Sequence[LinePanel], *, x: Axis, y: Axis, columns: int = 3, labels: Sequence[str] = ()
+    panels: Sequence[LinePanel],
+    *,
+    x: Axis,
+    y: Axis,
+    columns: int = 3,
+    labels: Sequence[str] = (),
+    own_legends: bool = False,
 ) -> Figure:
-    """Draw lines in panels that share both axes, under one legend.
+    """Draw lines in panels that share both axes, under one legend or each with its own.
 
     Args:
         panels: Row by row.
@@ -107,6 +117,8 @@ def plot_line_panels(
         y: Beside them.
         columns: Panels in a row.
         labels: In the order of their colours, so that figures agree on them; others follow in order of appearance.
+        own_legends: For more lines than colours: each panel has a legend beside it and begins with the first colour again.
+            Lines of `labels` are references: they have the colour of text in every panel.
 
     Raises:
         ConfigError: No panels.
@@ -114,11 +126,15 @@ def plot_line_panels(
     if not panels:
         raise ConfigError("a figure of 0 panels shows nothing; give at least one")
     with _style():
-        figure, axes = _grid(len(panels), columns, x.label, y.label, share_y=True)
+        size = WITH_LEGEND_INCHES if own_legends else PANEL_INCHES
+        figure, axes = _grid(len(panels), columns, x.label, y.label, share_y=True, size=size)
         lines = [line for panel in panels for line in panel.lines]
         styles = _styles([*labels, *(line.label for line in lines)])
         for panel, ax in zip(panels, axes, strict=True):
             ax.set_title(panel.title)
+            if own_legends:
+                styles = _styles([line.label for line in panel.lines if line.label not in labels])
+                styles |= {label: {**style, "color": INK} for label, style in _styles(labels).items()}
             for line in panel.lines:
                 _draw(ax, line, styles[line.label], log=y.log)
             for label, level in y.levels.items():
@@ -138,7 +154,11 @@ def plot_line_panels(
             _log_axis(axes[0], "y", [*values, *y.levels.values()])
         if y.limits is not None:
             axes[0].set_ylim(*y.limits)
-        _legend(figure, axes)
+        if own_legends:
+            for ax in axes:
+                ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.02), borderaxespad=0.2)
+        else:
+            _legend(figure, axes)
     return figure
 
 
@@ -180,14 +200,22 @@ def plot_map_panels(maps: Sequence[ResidualMap], *, columns: int = 3) -> Figure:
     return figure
 
 
-def _grid(count: int, columns: int, x_label: str, y_label: str, *, share_y: bool) -> tuple[Figure, list[Axes]]:
+def _grid(
+    count: int,
+    columns: int,
+    x_label: str,
+    y_label: str,
+    *,
+    share_y: bool,
+    size: tuple[float, float] = PANEL_INCHES,
+) -> tuple[Figure, list[Axes]]:
     """Return a figure and its first `count` axes; each panel without one below it carries the label of the x axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = min(columns, count)
     rows = math.ceil(count / columns)
-    width, height = PANEL_INCHES
+    width, height = size
     figure = Figure(figsize=(0.7 + width * max(columns, 1.5), 0.8 + height * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(rows, columns, sharex=True, sharey=share_y, squeeze=False).flat)

@@ -20,10 +20,11 @@ from loopformers.evaluation.loop_use import measure_loop_use
 from loopformers.model.modeling import LoopedForCausalLM
 from loopformers.model.quiet import quiet_transformers
 from loopformers.studies.grid import Cell
+from loopformers.studies.measures import is_uniform
 from loopformers.studies.results import CellResult, Status
 from loopformers.studies.workers import Emit
 from loopformers.training.recipe import Recipe, to_fields
-from loopformers.training.run import PreparedRun, RunResult, prepare, versions
+from loopformers.training.run import VALIDATION_FILE, PreparedRun, RunResult, prepare, versions
 from loopformers.training.speed import SPEED_FILE
 from loopformers.training.step_log import METRICS_FILE, StepLog
 
@@ -134,6 +135,7 @@ def _result(
         curves=_plain(curves_of(records)),
         seconds=math.fsum(speed["seconds"] for speed in StepLog(run.folder / SPEED_FILE).read()),
         versions=dict(versions()),
+        validation=_plain(validations_of(StepLog(run.folder / VALIDATION_FILE).read(), records)),
     )
 
 
@@ -162,6 +164,22 @@ def curves_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     for name in ("residual_norms", "loop_gradient_norms", "state_cosines"):
         curves[name] = [record[name] for record in records]
     return curves
+
+
+def validations_of(
+    validations: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the losses of each validation by number of loops run, and what training had cost by then."""
+    flops = {record["step"]: record["flops"] for record in records}
+    return [
+        {
+            "step": validation["step"],
+            "training_flops": flops[validation["step"]],
+            "losses": {score["num_loops"]: score["loss"] for score in validation["budgets"] if is_uniform(score)},
+        }
+        for validation in validations
+        if validation["step"] in flops
+    ]
 
 
 def _plain(value: Any) -> Any:

@@ -10,17 +10,24 @@ from loopformers.studies.results import CellResult
 
 __all__ = [
     "below_unigram",
+    "budget_difficulties",
+    "budget_flops",
     "budget_losses",
     "budget_solved",
+    "is_uniform",
     "last_of",
     "loss",
     "loss_at",
+    "loss_by_compute",
     "measure_of",
     "replaced_costs",
     "solved",
     "solved_by_difficulty",
     "verdict_step",
 ]
+
+ROUNDING = 1e-5
+"""Relative: results keep six digits of a number."""
 
 
 def loss(result: CellResult) -> float:
@@ -39,13 +46,37 @@ def budget_losses(result: CellResult) -> dict[int, float]:
     return {
         int(budget["num_loops"]): math.inf if budget["loss"] is None else float(budget["loss"])
         for budget in sorted(result.run["budgets"], key=lambda budget: budget["num_loops"])
-        if _is_uniform(budget)
+        if is_uniform(budget)
     }
 
 
 def loss_at(num_loops: int) -> Callable[[CellResult], float | None]:
-    """Return the measure of the loss at M loops."""
-    return lambda result: budget_losses(result).get(num_loops)
+    """Return the measure of the loss at M loops; infinite for a run that diverged."""
+    return lambda result: budget_losses(result).get(num_loops, math.inf if result.status == "diverged" else None)
+
+
+def loss_by_compute(num_loops: int, training_flops: float) -> Callable[[CellResult], float | None]:
+    """Return the measure of the loss at M loops by the last validation that so much training compute reached.
+
+    It is None where no validation was made by then.
+    """
+
+    def measure(result: CellResult) -> float | None:
+        reached = [
+            record for record in result.validation if record["training_flops"] <= training_flops * (1 + ROUNDING)
+        ]
+        return reached[-1]["losses"].get(str(num_loops)) if reached else None
+
+    return measure
+
+
+def budget_flops(result: CellResult) -> dict[int, float]:
+    """Operations of a forward by number of loops run, per token."""
+    return {
+        int(budget["num_loops"]): float(budget["flops_per_token"])
+        for budget in sorted(result.run["budgets"], key=lambda budget: budget["num_loops"])
+        if budget.get("flops_per_token") is not None and is_uniform(budget)
+    }
 
 
 def budget_solved(result: CellResult) -> dict[int, float]:
@@ -53,7 +84,16 @@ def budget_solved(result: CellResult) -> dict[int, float]:
     return {
         int(budget["num_loops"]): float(budget["solved"])
         for budget in sorted(result.run["budgets"], key=lambda budget: budget["num_loops"])
-        if budget.get("solved") is not None and _is_uniform(budget)
+        if budget.get("solved") is not None and is_uniform(budget)
+    }
+
+
+def budget_difficulties(result: CellResult) -> dict[int, Mapping[str, float]]:
+    """Share of a task's questions that are answered exactly by difficulty, by number of loops run; empty for text."""
+    return {
+        int(budget["num_loops"]): budget["solved_by_difficulty"]
+        for budget in sorted(result.run["budgets"], key=lambda budget: budget["num_loops"])
+        if budget.get("solved_by_difficulty") and is_uniform(budget)
     }
 
 
@@ -101,5 +141,6 @@ def last_of(values: Sequence[float | None] | None) -> float | None:
     return values[-1] if values else None
 
 
-def _is_uniform(budget: Mapping[str, Any]) -> bool:
+def is_uniform(budget: Mapping[str, Any]) -> bool:
+    """Whether a scored budget's schedule has equal step sizes."""
     return len(set(str(budget["schedule"]).split(","))) == 1

@@ -60,6 +60,8 @@ class CellResult:
     """Wall time of the updates, without evaluation."""
     versions: Mapping[str, Any] = field(default_factory=dict)
     """What ran it."""
+    validation: Sequence[Mapping[str, Any]] = ()
+    """`step`, `training_flops` and `losses`, by number of loops run, of each validation; the last at the end."""
 
     @property
     def has_outcome(self) -> bool:
