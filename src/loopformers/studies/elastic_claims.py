@@ -22,7 +22,7 @@ from loopformers.studies.measures import budget_solved, loss_at, solved
 __all__ = ["judge_goals", "summarise"]
 
 NO_WORSE = 0.005
-"""Nats by which the loss may rise from T to 2T: what a change of seed alone exceeds."""
+"""Nats by which the loss may rise from T to 2T and count as no worse."""
 
 CLEARLY_BETTER = 0.1
 """Share of questions by which T loops must answer more than one."""
@@ -31,8 +31,7 @@ NO_FEWER = 0.01
 """Share of questions by which N layers in T loops may fall behind N x T distinct ones."""
 
 FAMILY_LOSSES = {LOOPFORMER: (0.0, 0.2), "base-loop": (0.5, None), "tmlt": (1.0, None)}
-"""Nats lost from M = T to M = 1: least and most that is expected of each; None: no limit. At CPU size they were about 0.1, 1.1
-and 2.7 in trials on one seed."""
+"""Nats lost from M = T to M = 1: least and most that is expected of each; None: no limit."""
 
 
 def judge_goals(groups: Groups) -> list[Claim]:
