@@ -221,7 +221,7 @@ def _grid(
     axes = list(figure.subplots(rows, columns, sharex=True, sharey=share_y, squeeze=False).flat)
     for number, ax in enumerate(axes[:count]):
         if number % columns == 0:
-            ax.set_ylabel(y_label)
+            ax.set_ylabel(y_label.replace(" (", "\n("))  # the unit on a line of its own: panels are low
         if number + columns >= count:
             ax.set_xlabel(x_label)
             ax.tick_params(labelbottom=True)
