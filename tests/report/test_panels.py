@@ -36,7 +36,7 @@ def test_panels_share_axes_and_one_legend_and_lines_their_colour() -> None:
     colours = {(drawn.get_label(), drawn.get_color()) for ax in figure.axes for drawn in ax.get_lines()}
     assert colours == {("T = 3", PALETTE[0]), ("T = 6", PALETTE[1]), ("unigram level", "#59636e")}
     assert len(figure.axes[1].collections) == 1  # the band
-    assert [ax.get_ylabel() for ax in figure.axes] == ["loss (nats)", "", "loss (nats)"]
+    assert [ax.get_ylabel() for ax in figure.axes] == ["loss\n(nats)", "", "loss\n(nats)"]
     assert [ax.get_xlabel() for ax in figure.axes] == ["", "step", "step"]
     assert figure_bytes(figure, "png").startswith(b"\x89PNG")
 
