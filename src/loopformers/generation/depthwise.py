@@ -157,7 +157,7 @@ class _Rows:
         self.state = self.inputs.clone()
         self.memory: Tensor | None = None
         # One call prepares every position that may come: the function and the rotary tables of all of them.
-        every = torch.arange(max_length, device=self.device)[None]
+        every = torch.arange(max_length - 1, device=self.device)[None]  # the last token is not run
         self.context = model.model.prepare(torch.zeros_like(every), None, every, None, None, schedule).context
         self.modulations = model.model.modulations(schedule, cache, self.device)
         self.step_sizes = torch.tensor(schedule.step_sizes, device=self.device, dtype=model.dtype)

@@ -1,0 +1,151 @@
+"""Rows in different loops at once, against the same rows one token at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loopformers.generation import KLExit, StateChangeExit, depthwise, rules
+from loopformers.model.transformers_range import CACHE_NAME
+from loopformers.testing import tiny_model
+from tests.generation.test_adaptive import BY_TOKEN, NEVER, AfterLoops, build, greedy_by_hand, tokens
+
+ORDINARY = [
+    ("flt", {}),
+    ("lt", {}),
+    ("lt-input", {}),
+    ("lt-query", {}),
+    ("flt-residual", {}),
+    ("loopformer", {}),
+    ("elastic-flt", {}),
+    ("tmlt", {}),
+    ("flt", {"num_key_value_heads": 2}),
+    ("lt-input", {"window_pattern": "SL", "sliding_window": 3}),
+]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts how often the stack was called for mixed loops, and with how many rows."""
+    seen = []
+    run = depthwise._Rows._loop
+
+    def watched(self):
+        seen.append(len(self.running))
+        return run(self)
+
+    monkeypatch.setattr(depthwise._Rows, "_loop", watched)
+    return seen
+
+
+@pytest.mark.parametrize(("preset", "overrides"), ORDINARY, ids=str)
+def test_tokens_and_loops_are_those_of_a_loop_that_recomputes_everything(preset, overrides, calls):
+    model = build(preset, overrides)
+    expected, loops = greedy_by_hand(model, tokens(), 8, BY_TOKEN)
+    out = model.generate(tokens(), max_new_tokens=8, do_sample=False, exit_rule=BY_TOKEN, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, expected)
+    assert torch.equal(out[CACHE_NAME].exit_loops, loops)
+    assert sum(calls) == int(loops[:, 7:].sum()), "every call runs every row that is not done"
+    assert len(calls) == int(loops[:, 7:].sum(dim=1).max()), "no row waits for another"
+
+
+@pytest.mark.parametrize("rule", [KLExit(0.3), StateChangeExit(0.6), AfterLoops(2), NEVER], ids=repr)
+def test_rules_remember_by_row(rule, calls):
+    model = build("lt-input", {})
+    expected, loops = greedy_by_hand(model, tokens(4, 5), 7, rule)
+    out = model.generate(tokens(4, 5), max_new_tokens=7, do_sample=False, exit_rule=rule, return_dict_in_generate=True)
+    assert calls
+    assert torch.equal(out.sequences, expected)
+    assert torch.equal(out[CACHE_NAME].exit_loops, loops)
+
+
+@pytest.mark.parametrize("preset", ["flt", "loopformer", "elastic-flt"])
+def test_padded_rows_that_stop_at_other_times_are_what_they_are_alone(preset, calls):
+    model, ids = build(preset, {"pad_token_id": 0}), tokens(4, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = mask[2, :1] = 0
+    free, _ = greedy_by_hand(model, ids[1:2], 6, BY_TOKEN)
+    model.generation_config.eos_token_id = stop = int(free[0, 11])
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=6, do_sample=False, exit_rule=BY_TOKEN, return_dict_in_generate=True
+    )
+    cache = out[CACHE_NAME]
+    assert calls
+    for row in range(4):
+        alone, loops = greedy_by_hand(model, ids[row : row + 1, mask[row].bool()], 6, BY_TOKEN)
+        new = alone[0, -6:].tolist()
+        new = new[: new.index(stop) + 1] if stop in new else new
+        assert out.sequences[row, 9:].tolist() == new + [0] * (out.sequences.shape[1] - 9 - len(new))
+        num_run = len(new) - 1
+        found = cache.exit_loops[row, 9 : 9 + num_run]
+        assert torch.equal(found, loops[0, -5:][:num_run])
+        assert (cache.exit_loops[row, 9 + num_run :] == 0).all()
+
+
+def test_the_cache_that_comes_back_goes_on_exactly(calls):
+    model = build("elastic-flt", {})
+    expected, loops = greedy_by_hand(model, tokens(), 9, BY_TOKEN)
+    cache = model.new_cache()
+    asked = {"do_sample": False, "exit_rule": BY_TOKEN, CACHE_NAME: cache}
+    first = model.generate(tokens(), max_new_tokens=4, **asked)
+    assert cache.get_seq_length() == first.shape[1] - 1
+    second = model.generate(first, max_new_tokens=5, **asked)
+    assert calls
+    assert torch.equal(second, expected)
+    assert torch.equal(cache.exit_loops, loops)
+    cache.crop(-3)
+    with torch.no_grad():
+        again = model(expected[:, -4:-1], exit_rule=BY_TOKEN, **{CACHE_NAME: cache})
+    assert torch.equal(again.exit_loops, loops[:, -3:])
+
+
+def test_sampling_is_seeded_and_processors_see_each_rows_own_text(calls):
+    model = build("flt", {})
+    draws = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        draws.append(model.generate(tokens(), max_new_tokens=8, do_sample=True, top_k=7, exit_rule=BY_TOKEN))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+    asked = {"max_new_tokens": 12, "do_sample": False, "no_repeat_ngram_size": 1, "exit_rule": BY_TOKEN}
+    together = model.generate(tokens(), **asked)
+    assert calls
+    for row in range(3):
+        assert torch.equal(model.generate(tokens()[row : row + 1], **asked), together[row : row + 1])
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "asked"),
+    [
+        ("flt", {"num_coda_layers": 1}, {}),
+        ("flt", {"num_prelude_layers": 1}, {}),
+        ("flt", {"kv_lora_rank": 7}, {}),
+        ("flt", {}, {"use_cache": False}),
+        ("flt", {}, {"return_dict_in_generate": True, "output_logits": True}),
+        ("flt", {}, {"num_beams": 2}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_it_does_not_know_is_decoded_token_by_token(preset, overrides, asked, calls):
+    model = build(preset, overrides)
+    out = model.generate(tokens(), max_new_tokens=3, do_sample=False, exit_rule=BY_TOKEN, **asked)
+    assert not calls
+    assert (out.sequences if hasattr(out, "sequences") else out).shape == (3, 10)
+
+
+def test_token_by_token_gives_the_same(monkeypatch, calls):
+    model = build("elastic-flt", {})
+    asked = {"max_new_tokens": 6, "do_sample": False, "exit_rule": BY_TOKEN}
+    mixed = model.generate(tokens(5, 6), **asked)
+    num_calls = len(calls)
+    monkeypatch.setattr(rules, "can_decode_depthwise", lambda *_: False)
+    assert torch.equal(model.generate(tokens(5, 6), **asked), mixed)
+    assert len(calls) == num_calls > 0
+
+
+def test_one_new_token_and_learned_positions_at_their_end():
+    model = tiny_model("loopformer", num_loops=5).double()
+    one = model.generate(tokens(), max_new_tokens=1, do_sample=False, exit_rule=BY_TOKEN)
+    assert torch.equal(one, greedy_by_hand(model, tokens(), 1, BY_TOKEN)[0])
+    full = model.generate(tokens(3, 36), max_new_tokens=5, do_sample=False, exit_rule=BY_TOKEN)
+    assert torch.equal(full, greedy_by_hand(model, tokens(3, 36), 5, BY_TOKEN)[0])
