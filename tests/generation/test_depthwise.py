@@ -49,7 +49,9 @@ def test_tokens_and_loops_are_those_of_a_loop_that_recomputes_everything(preset,
     assert len(calls) == int(loops[:, 7:].sum(dim=1).max()), "no row waits for another"
 
 
-@pytest.mark.parametrize("rule", [KLExit(0.3), StateChangeExit(0.6), AfterLoops(2), NEVER], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [KLExit(0.3), StateChangeExit(0.6), AfterLoops(2), NEVER], ids=["kl", "state", "after two", "never"]
+)
 def test_rules_remember_by_row(rule, calls):
     model = build("lt-input", {})
     expected, loops = greedy_by_hand(model, tokens(4, 5), 7, rule)
