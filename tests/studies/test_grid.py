@@ -154,9 +154,9 @@ def test_a_bundled_grid_is_legal_and_has_one_pass_beside_its_loops(name: str) ->
     assert {cell.axes["seed"] for cell in grid.cells if cell.axes["loops"] == 1} == seeds
 
 
-def test_the_default_grid_is_every_system_of_the_paper_at_every_t_and_three_seeds() -> None:
+def test_the_default_grid_is_every_flt_system_and_ours_at_every_t_and_three_seeds() -> None:
     grid = load_grid("stability")
     looped = [cell.axes for cell in grid.cells if cell.axes["loops"] != 1]
-    assert {axes["system"] for axes in looped} == {"lt", "lt-input", "lt-query", "flt-residual", "flt"}
+    assert {axes["system"] for axes in looped} == {"lt", "lt-input", "lt-query", "flt-residual", "flt", "lt-adapter"}
     assert {axes["loops"] for axes in looped} == {3, 6, 9, 12}
-    assert len(grid.cells) == 5 * 4 * 3 + 3
+    assert len(grid.cells) == 6 * 4 * 3 + 3

@@ -60,7 +60,7 @@ class CellResult:
     """Wall time of the updates, without evaluation."""
     versions: Mapping[str, Any] = field(default_factory=dict)
     """What ran it."""
-    validation: Sequence[Mapping[str, Any]] = ()
+    validation: list[Mapping[str, Any]] = field(default_factory=list)
     """`step`, `training_flops` and `losses`, by number of loops run, of each validation; the last at the end."""
 
     @property
