@@ -151,3 +151,29 @@ def test_one_new_token_and_learned_positions_at_their_end():
     assert torch.equal(one, greedy_by_hand(model, tokens(), 1, BY_TOKEN)[0])
     full = model.generate(tokens(3, 36), max_new_tokens=5, do_sample=False, exit_rule=BY_TOKEN)
     assert torch.equal(full, greedy_by_hand(model, tokens(3, 36), 5, BY_TOKEN)[0])
+
+
+@pytest.mark.parametrize(("preset", "overrides"), [("flt", {"num_key_value_heads": 2}), ORDINARY[-1]], ids=str)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_copies_of_keys_say_what_views_of_them_say(preset, overrides, implementation, monkeypatch, calls):
+    """Views are for a CPU's SDPA alone; an accelerator and any other attention function get copies."""
+    model, ids = build(preset, {"pad_token_id": 0, **overrides}), tokens(4, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = mask[2, :1] = 0
+    asked = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "exit_rule": BY_TOKEN}
+    views = model.generate(ids, **asked)
+    seen = []
+    copies = depthwise._attend_by_copies
+    monkeypatch.setattr(depthwise, "_attend_by_copies", lambda *given: seen.append(1) or copies(*given))
+    if implementation == "eager":
+        model.set_attn_implementation("eager")
+    else:
+        make = depthwise._Rows.__init__
+
+        def without_views(self, *given):
+            make(self, *given)
+            self.by_views = False
+
+        monkeypatch.setattr(depthwise._Rows, "__init__", without_views)
+    assert torch.equal(model.generate(ids, **asked), views)
+    assert seen

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from loopformers.generation.look import Look
 from loopformers.model.cache import LoopedCache
 from loopformers.model.transformers_range import CACHE_NAME
-from loopformers.nn.attention import AttentionContext, KeyValueSlot
+from loopformers.nn.attention import AttentionContext, AttentionFunction, KeyValueSlot
 from loopformers.nn.layer import Modulation
 from loopformers.nn.mask import packed_documents
 
@@ -159,6 +160,7 @@ class _Rows:
         # One call prepares every position that may come: the function and the rotary tables of all of them.
         every = torch.arange(max_length - 1, device=self.device)[None]  # the last token is not run
         self.context = model.model.prepare(torch.zeros_like(every), None, every, None, None, schedule).context
+        self.by_views = self.device.type == "cpu" and model.config._attn_implementation == "sdpa"
         self.modulations = model.model.modulations(schedule, cache, self.device)
         self.step_sizes = torch.tensor(schedule.step_sizes, device=self.device, dtype=model.dtype)
         self.windows = [model.config.window("core", i) for i in range(model.config.num_hidden_layers)]
@@ -229,7 +231,18 @@ class _Rows:
         if tables is not None:
             at = self._positions()[:, 0]
             tables = (tables[0][0, 0, at][:, None, None], tables[1][0, 0, at][:, None, None])
-        context = AttentionContext(self.context.function, self._masks(rows, column, num_keys), tables)
+        lines = [depth * self.store.batch_size + row for depth, row in zip(self.depth, self.running, strict=True)]
+        line = torch.tensor(lines, device=self.device)
+        masks: dict[int | None, Tensor | None]
+        if self.by_views:
+            masks = dict.fromkeys(self.windows)
+            first = self.first_text.tolist()
+            spans = [(at, first[row], end + 1) for at, row, end in zip(lines, self.running, self.column, strict=True)]
+            function = _attend_by_views(spans)
+        else:
+            masks = self._masks(rows, column, num_keys)
+            function = _attend_by_copies(self.context.function, line, num_keys)
+        context = AttentionContext(function, masks, tables)
         stream: Any = trunk.stream
         restarted = stream(self.inputs, state, self.step_sizes[loop][:, None, None])
         x = torch.where(fresh, stream(self.inputs, None, 1.0), restarted)
@@ -240,7 +253,7 @@ class _Rows:
                 context,
                 signal=None if signal is None else torch.where(fresh, x, signal),  # a query made of the stream itself
                 modulation=None if modulation is None else Modulation(*modulation[i]),
-                slot=self.store.slot(i, loop, rows, column, num_keys),
+                slot=self.store.slot(i, line, column),
             )
         return trunk.norm(x) if self.model.config.loop_norm else x
 
@@ -310,9 +323,10 @@ class _Store:
         first = cache.slot("core", 0)
         assert first.keys is not None, "the prompt has been cached"
         assert first.values is not None, "keys and values are written together"
-        batch_size, num_heads, _, head_dim = first.keys.shape
-        shape = (self.num_layers, num_loops, batch_size, num_heads, capacity, head_dim)
-        self.keys, self.values = first.keys.new_empty(shape), first.values.new_empty(shape)
+        self.batch_size, num_heads, _, head_dim = first.keys.shape
+        shape = (self.num_layers, num_loops, self.batch_size, num_heads, capacity, head_dim)
+        # Zeros: a kernel weighs what it masks by 0, and 0 times the NaN that memory may hold is NaN.
+        self.keys, self.values = first.keys.new_zeros(shape), first.values.new_zeros(shape)
 
     def reach(self, num_loops: int, num_tokens: int) -> None:
         """See that the first `num_loops` loops hold what there is of the first `num_tokens` tokens."""
@@ -326,9 +340,9 @@ class _Store:
                         store[i, loop_idx, ..., : slot.num_filled, :] = mine[..., : slot.num_filled, :]
         self.num_reached = max(self.num_reached, num_loops)
 
-    def slot(self, layer_idx: int, loop: Tensor, rows: Tensor, column: Tensor, num_keys: int) -> KeyValueSlot:
-        """Return a cache row for one layer: each running row in its loop, with its token at its column."""
-        return _MixedSlot(self.keys[layer_idx], self.values[layer_idx], loop, rows, column, num_keys)
+    def slot(self, layer_idx: int, line: Tensor, column: Tensor) -> KeyValueSlot:
+        """Return a cache row for one layer that takes a token of each running row at its line and column."""
+        return _Lines(self.keys[layer_idx].flatten(0, 1), self.values[layer_idx].flatten(0, 1), line, column)
 
     def fill_deeper(self, row: int, column: int, num_loops: int) -> None:
         """Let a token's keys and values of its last loop stand in for those of deeper ones."""
@@ -345,19 +359,59 @@ class _Store:
                 slot.is_initialized = True
 
 
-class _MixedSlot:
-    """One layer's keys and values, (loops, batch, heads, tokens, dim), of rows that are in different loops."""
+class _Lines:
+    """One layer's keys and values, (lines, heads, tokens, dim) twice; a line is a row of the batch in a loop."""
 
-    def __init__(self, keys: Tensor, values: Tensor, loop: Tensor, rows: Tensor, column: Tensor, num_keys: int) -> None:
-        self.stores = keys.flatten(0, 1), values.flatten(0, 1)
-        self.lines = loop * keys.shape[1] + rows
-        self.column, self.num_keys = column, num_keys
+    def __init__(self, keys: Tensor, values: Tensor, line: Tensor, column: Tensor) -> None:
+        self.keys, self.values, self.line, self.column = keys, values, line, column
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one token of each row, (rows, heads, 1, dim) twice, and return what the rows hold: (rows, heads, keys, dim)."""
-        seen = []
-        for store, new in zip(self.stores, (keys, values), strict=True):
-            store[self.lines, :, self.column] = new[:, :, 0]
-            # several times as fast as indexing by two tensors
-            seen.append(store[:, :, : self.num_keys].index_select(0, self.lines))
-        return seen[0], seen[1]
+        """Write one token of each running row, (rows, heads, 1, dim) twice, and return all lines."""
+        self.keys[self.line, :, self.column] = keys[:, :, 0]
+        self.values[self.line, :, self.column] = values[:, :, 0]
+        return self.keys, self.values
+
+
+def _attend_by_copies(attention: AttentionFunction, line: Tensor, num_keys: int) -> AttentionFunction:
+    """Return an attention function that copies the running rows' lines together: few kernels, for an accelerator."""
+
+    def function(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        key, value = (x[:, :, :num_keys].index_select(0, line) for x in (key, value))
+        return attention(module, query, key, value, mask, **options)
+
+    return function
+
+
+def _attend_by_views(spans: list[tuple[int, int, int]]) -> AttentionFunction:
+    """Return SDPA that reads each running row's keys where they lie: no copies, which are what a CPU waits for.
+
+    Args:
+        spans: Line, first token and end of each row's text.
+    """
+
+    def function(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: None,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        shares_keys = query.shape[1] != key.shape[1]
+        outputs = []
+        for i, (line, first, end) in enumerate(spans):
+            start = first if sliding_window is None else max(first, end - sliding_window)
+            row, keys, values = (
+                query[i : i + 1],
+                key[line : line + 1, :, start:end],
+                value[line : line + 1, :, start:end],
+            )
+            outputs.append(F.scaled_dot_product_attention(row, keys, values, scale=scaling, enable_gqa=shares_keys))
+        return torch.cat(outputs).transpose(1, 2), None
+
+    return function
