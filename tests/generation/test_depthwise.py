@@ -177,3 +177,12 @@ def test_copies_of_keys_say_what_views_of_them_say(preset, overrides, implementa
         monkeypatch.setattr(depthwise._Rows, "__init__", without_views)
     assert torch.equal(model.generate(ids, **asked), views)
     assert seen
+
+
+def test_what_memory_held_before_changes_nothing(monkeypatch):
+    model = build("elastic-flt", {})
+    expected = model.generate(tokens(), max_new_tokens=8, do_sample=False, exit_rule=BY_TOKEN)
+    plain = torch.Tensor.new_empty
+    dirty = lambda self, *shape, **more: plain(self, *shape, **more).fill_(torch.nan)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "new_empty", dirty)
+    assert torch.equal(model.generate(tokens(), max_new_tokens=8, do_sample=False, exit_rule=BY_TOKEN), expected)
