@@ -6,7 +6,7 @@
 Time: a batch of 8 decodes under a rule that is calibrated to an average budget, and at the fixed budgets on both sides of the
 average that it took, in turn and in one process; the ratio is to their interpolation. The clock is `speed.py`'s.
 
-Rows: trained models score the bundled validation text under rules, by the readable reference, with each of the things that
+Rows: trained models score held-out windows under rules, by the readable reference, with each of the things that
 can stand in for the keys and values of a token that has left.
 """
 
@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from loopformers import LoopConfig, LoopedForCausalLM
 from loopformers.errors import ExitWarning
 from loopformers.evaluation.exit import calibrate
 from loopformers.generation import ExitRule, parse_exit_rule
-from loopformers.generation.reference import exit_reference
+from loopformers.generation.reference import DeeperRows, exit_reference
 from loopformers.model.transformers_range import CACHE_NAME
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -41,7 +41,8 @@ from speed import environment, seconds
 
 SECTIONS = ("time", "rows")
 TARGET = 1.15
-ROWS_RULES = ("kl:0.01", "kl:0.0005", "state:0.1", "state:0.03")
+ROWS_RULES = ("kl:0.1", "kl:0.01", "kl:0.0005", "state:0.3", "state:0.1")
+DEEPER_ROWS = get_args(DeeperRows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,32 +173,32 @@ def measure_time(presets: Sequence[str], sizes: Sizes, repeats: int, on_row: Any
             )
 
 
-def measure_rows(folders: Sequence[str], num_windows: int, on_row: Any) -> None:
+def measure_rows(folders: Sequence[str], data: str, num_windows: int, on_row: Any) -> None:
     """Score trained models with each stand-in for deeper rows."""
-    from loopformers.cli.checkpoint import load_model, load_tokenizer
-    from loopformers.evaluation.text import read_documents, read_windows
+    from loopformers.cli.checkpoint import load_config, load_model
+    from loopformers.cli.text import add_text_arguments, read_scored_text
 
-    documents = read_documents("bundled", "validation")
+    parser = argparse.ArgumentParser()
+    add_text_arguments(parser)
+    options = parser.parse_args(["--data", data, "--windows", str(num_windows)])
     for folder in folders:
         model = load_model(folder)
-        length = min(model.config.max_position_embeddings, 128)
-        text = read_windows(documents, load_tokenizer(folder), seq_len=length, num_windows=num_windows)
-        ids = torch.stack([torch.as_tensor(window["input_ids"]) for window in text.windows])
+        windows = read_scored_text(options, {folder: load_config(folder)})[folder].windows
+        ids, labels = (torch.stack([torch.as_tensor(row[name]) for row in windows]) for name in ("input_ids", "labels"))
 
-        def loss(logits: Tensor, ids: Tensor = ids) -> float:
-            return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
+        def loss(logits: Tensor, labels: Tensor = labels) -> float:
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).item()
 
         with torch.no_grad():
             full = loss(model(ids, use_cache=False).logits)
-        for text_of_rule in ROWS_RULES:
-            rule = parse_exit_rule(text_of_rule)
-            found = {rows: exit_reference(model, ids, rule, deeper_rows=rows) for rows in ("copy", "project", "exact")}
+        for rule in map(parse_exit_rule, ROWS_RULES):
+            found = {rows: exit_reference(model, ids, rule, deeper_rows=rows) for rows in DEEPER_ROWS}
             exact = loss(found["exact"][0])
             for rows, (logits, loops) in found.items():
                 on_row(
                     RowsRow(
                         model=Path(folder).name,
-                        rule=text_of_rule,
+                        rule=str(rule),
                         deeper_rows=rows,
                         average_loops=loops.float().mean().item(),
                         loss=loss(logits),
@@ -229,7 +230,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["time"], help="default: time")
     parser.add_argument("--presets", nargs="+", default=["flt", "loopformer"], help="timed (default: %(default)s)")
     parser.add_argument("--models", nargs="+", default=[], metavar="DIR", help="trained models whose rows are scored")
-    parser.add_argument("--windows", type=int, default=48, help="of validation text (default: %(default)s)")
+    parser.add_argument("--data", default="bundled", help="what they are scored on, or task (default: %(default)s)")
+    parser.add_argument("--windows", type=int, default=192, help="of it (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="timings of each (default: %(default)s)")
     parser.add_argument("--vocab-size", type=int, help="of the timed models (default: 2048)")
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
@@ -254,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             measure_time(arguments.presets, sizes, arguments.repeats, times.append)
             console.print(as_table(f"adaptive / fixed, batch {sizes.batch_size}, target {TARGET}", times))
         if "rows" in arguments.sections:
-            measure_rows(arguments.models, arguments.windows, rows.append)
+            measure_rows(arguments.models, arguments.data, arguments.windows, rows.append)
             console.print(as_table("what stands in deeper cache rows", rows))
     if arguments.json is not None:
         record = {"environment": environment(), "sizes": asdict(sizes), "seed": arguments.seed}

@@ -38,7 +38,7 @@ def test_the_smoke_test_times_rules_and_scores_rows(benchmark, tmp_path, capsys,
         assert row["ratio"] > 0
         assert 1 <= row["average_loops"] <= 6
     by_choice = {(row["rule"], row["deeper_rows"]): row for row in result["rows"]}
-    assert {choice for _, choice in by_choice} == {"copy", "project", "exact"}
+    assert {choice for _, choice in by_choice} == {"enter", "copy", "project", "exact"}
     for (_, choice), row in by_choice.items():
         assert (row["over_exact"] == 0) == (choice == "exact")
     assert "adaptive / fixed" in capsys.readouterr().out

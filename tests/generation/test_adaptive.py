@@ -147,6 +147,27 @@ def test_padded_rows_leave_as_they_do_alone(preset):
             torch.testing.assert_close(found[row, text], alone[0], atol=1e-9, rtol=1e-9)
 
 
+def test_the_first_layer_of_the_loop_that_a_token_enters_is_true():
+    """So in a stack of one layer a token that is one loop deeper sees nothing but what is true."""
+
+    class TwoOrThree(AfterLoops):
+        def score(self, look, memory):
+            if memory is None:
+                memory = torch.stack([2 + look.logits.argmax(dim=-1) % 2, torch.zeros(len(look.state))], dim=-1).long()
+            memory = memory + torch.tensor([0, 1])
+            return (memory[:, 0] - memory[:, 1]).float(), memory
+
+    for preset in ("lt-input", "lt", "loopformer", "elastic-flt"):
+        model = build(preset, {"num_hidden_layers": 1})
+        exact, loops = exit_reference(model, tokens(4, 9), TwoOrThree(0), deeper_rows="exact")
+        assert len(loops.unique()) == 2
+        found, found_loops = exit_logits(model, tokens(4, 9), TwoOrThree(0))
+        assert torch.equal(found_loops, loops)
+        torch.testing.assert_close(found, exact, atol=1e-9, rtol=1e-9)
+        copied, _ = exit_reference(model, tokens(4, 9), TwoOrThree(0), deeper_rows="copy")
+        assert not torch.allclose(copied, exact)
+
+
 # -- fixed depths --------------------------------------------------------------------------------------------------
 
 
@@ -181,7 +202,7 @@ def test_a_rule_that_always_fires_is_that_budget(preset, overrides, num_loops):
     torch.testing.assert_close(found, plain, atol=1e-9, rtol=1e-9)
     found, cache = one_by_one(model, tokens(), AfterLoops(num_loops))
     torch.testing.assert_close(found, plain, atol=1e-9, rtol=1e-9)
-    assert len(cache) == model.config.slot_layout.num_slots(num_loops), "deeper rows take no memory"
+    assert len(cache) == model.config.slot_layout.num_slots(num_loops) + 1, "deeper rows take no memory"
     if told_step:
         with torch.no_grad():
             assert not torch.allclose(plain, model(tokens(), num_loops=num_loops).logits)
@@ -229,11 +250,11 @@ def test_rows_that_nobody_reaches_are_not_allocated_and_are_filled_when_somebody
     cache = model.new_cache()
     with torch.no_grad():
         model(tokens()[:, :4], past_key_values=cache, exit_rule=AfterLoops(2))
-        assert len(cache) == 2 * 2
+        assert len(cache) == 2 * 2 + 1, "two loops of two layers, and the first layer of the loop behind"
         deep = model(tokens()[:, 4:5], past_key_values=cache, exit_rule=NEVER).logits
     assert len(cache) == 2 * 5
     for layer in range(2):
-        shallow, deepest = cache.slot("core", layer, 1), cache.slot("core", layer, 4)
+        shallow, deepest = cache.slot("core", layer, 2 if layer == 0 else 1), cache.slot("core", layer, 4)
         assert torch.equal(shallow.keys[..., :4, :], deepest.keys[..., :4, :])
         assert torch.equal(shallow.values[..., :4, :], deepest.values[..., :4, :])
         assert not torch.equal(shallow.keys[..., 4:5, :], deepest.keys[..., 4:5, :])

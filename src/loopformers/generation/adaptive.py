@@ -4,8 +4,9 @@ Loops are the outer order and tokens the inner one, which is the same as token b
 depends on earlier tokens' keys and values of that loop, and nothing else of theirs. So a prompt exits in one sweep of at
 most T loops, and each loop runs on the tokens that are left, moved together (`Tokens`).
 
-A token that left has no keys and values of deeper loops; those of its last loop stand in (`LoopedCache`). The readable
-truth that this module is tested against is `loopformers.generation.reference`.
+A token that left has no keys and values of deeper loops. It enters the next one as far as its state carries it, which gives
+the first layer's; in the other layers those of its last loop stand in, and what is deeper takes the same (`LoopedCache`).
+The readable truth that this module is tested against is `loopformers.generation.reference`, which names the other choices.
 """
 
 from __future__ import annotations
@@ -206,10 +207,19 @@ class _ChunkRun:
             num_leaving = int(leaves.sum())  # the one number that the host waits for in a loop
             if num_leaving == 0:
                 continue
-            if num_leaving == len(leaves):
-                self._leave(tokens, slice(None), look, loop_idx + 1)
+            all_leave = num_leaving == len(leaves)
+            self._leave(tokens, slice(None) if all_leave else leaves, look, loop_idx + 1)
+            leaving = tokens if all_leave else tokens.only(leaves)
+            trunk.enter_loop(
+                leaving.inputs,
+                leaving.gridded(state if all_leave else state[leaves]),
+                self.schedule.step_sizes[loop_idx + 1],
+                None if modulations is None else modulations[loop_idx + 1],
+                leaving.context_of_new,
+                leaving.first_slot(self.cache, loop_idx + 1),
+            )
+            if all_leave:
                 return
-            self._leave(tokens, leaves, look, loop_idx + 1)
             stays = ~leaves
             tokens = tokens.only(stays)
             state, memory = state[stays], memory[stays]

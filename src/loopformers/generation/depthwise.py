@@ -180,9 +180,30 @@ class _Rows:
             return
         for i in out:
             self.loops[self.running[i]].append(self.depth[i])
-            self.store.fill_deeper(self.running[i], self.column[i], self.depth[i])
+        self._enter_next([i for i in out if self.depth[i] < self.schedule.num_loops])
         logits = look.logits[out] if look.has_logits else self.model.head(look.hidden[out])
         self.emit(out, logits, next_token)
+
+    def _enter_next(self, which: list[int]) -> None:
+        """Let tokens that leave enter the loop behind, and their keys and values stand in for those of deeper ones."""
+        if not which:
+            return
+        loops = [self.depth[i] for i in which]
+        self.store.reach(max(loops) + 1, max(self.column) + 1)
+        for i in which:
+            self.store.fill_deeper(self.running[i], self.column[i], self.depth[i])
+        at, loop = torch.tensor(which, device=self.device), torch.tensor(loops, device=self.device)
+        modulation = None if self.modulations is None else self.modulations[loop].permute(1, 2, 0, 3)[..., None, :]
+        tables = self._tables(self._positions()[at, 0])
+        taking = _Entered(self.store, [(self.running[i], self.column[i], self.depth[i]) for i in which])
+        self.model.model.enter_loop(
+            self.inputs[at],
+            self.state[at],
+            self.step_sizes[loop][:, None, None],
+            modulation,
+            AttentionContext(self.context.function, {}, tables, tables),
+            taking,
+        )
 
     def emit(self, which: list[int], logits: Tensor, next_token: NextToken) -> None:
         """Choose the next token of some running rows, and start it where the row is not done.
@@ -218,6 +239,13 @@ class _Rows:
         rows = torch.tensor(self.running, device=self.device)
         return (torch.tensor(self.column, device=self.device) + self.offset[rows])[:, None]
 
+    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the rotary tables of one position a row, (rows,)."""
+        every = self.context.rotary
+        if every is None:
+            return None
+        return every[0][0, 0, positions][:, None, None], every[1][0, 0, positions][:, None, None]
+
     def _loop(self) -> Tensor:
         """As `LoopedModel.one_loop`, with each row in a loop of its own; in its first loop a row sees no state."""
         trunk, state = self.model.model, self.state
@@ -227,10 +255,7 @@ class _Rows:
         rows = torch.tensor(self.running, device=self.device)
         column = torch.tensor(self.column, device=self.device)
         num_keys = max(self.column) + 1
-        tables = self.context.rotary
-        if tables is not None:
-            at = self._positions()[:, 0]
-            tables = (tables[0][0, 0, at][:, None, None], tables[1][0, 0, at][:, None, None])
+        tables = self._tables(self._positions()[:, 0])
         lines = [depth * self.store.batch_size + row for depth, row in zip(self.depth, self.running, strict=True)]
         line = torch.tensor(lines, device=self.device)
         masks: dict[int | None, Tensor | None]
@@ -357,6 +382,20 @@ class _Store:
                 slot.keys, slot.values = self.keys[i, loop_idx], self.values[i, loop_idx]
                 slot.num_filled = num_tokens
                 slot.is_initialized = True
+
+
+class _Entered:
+    """The first layer's rows of the loops that tokens enter and do not run, and of deeper ones: written, and not read."""
+
+    def __init__(self, store: _Store, where: list[tuple[int, int, int]]) -> None:
+        self.store, self.where = store, where
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write (rows, heads, 1, dim) twice, each into all loops from its own on, and return them."""
+        for store, new in ((self.store.keys, keys), (self.store.values, values)):
+            for i, (row, column, loop_idx) in enumerate(self.where):
+                store[0, loop_idx : self.store.num_reached, row, :, column] = new[i, :, 0]
+        return keys, values
 
 
 class _Lines:

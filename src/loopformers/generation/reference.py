@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["DeeperRows", "exit_reference"]
 
-DeeperRows = Literal["copy", "project", "exact"]
+DeeperRows = Literal["enter", "copy", "project", "exact"]
 """What later tokens see, in deeper loops, of a token that has left:
 
-- `copy`: the keys and values of its last loop, layer by layer. What our cache holds.
+- `enter`: it enters the next loop and goes no further. Its state gives the first layer's keys and values of that loop, which
+  are the true ones; in the other layers those of its last loop stay. Deeper loops see the same. What our cache holds.
+- `copy`: the keys and values of its last loop, in all layers.
 - `project`: its stream skips the layers of deeper loops, and their keys and values are made of what enters them: the
   start of the stream, from its last state (the state propagation of CALM, Schuster et al. 2022).
 - `exact`: its true keys and values, as though it had not left. Saves nothing; the loss that the others are compared with.
@@ -41,7 +43,7 @@ def exit_reference(
     attention_mask: Tensor | None = None,
     num_loops: int | None = None,
     schedule: Any = None,
-    deeper_rows: DeeperRows = "copy",
+    deeper_rows: DeeperRows = "enter",
 ) -> tuple[Tensor, Tensor]:
     """Do what `exit_logits` does, in the plainest way.
 
@@ -68,6 +70,7 @@ def exit_reference(
     modulations = trunk.modulations(run, None, input_ids.device)
     left = torch.zeros_like(input_ids, dtype=torch.bool)
     loops = torch.zeros_like(input_ids)
+    entered = left  # left, and entered the loop behind: all that left but those that have just done so
     slots = [_Held(left) for _ in trunk.layers]
     state: Tensor | None = None
     memory: Tensor | None = None
@@ -78,8 +81,8 @@ def exit_reference(
         for i, layer in enumerate(trunk.layers):
             x, signal = (x, None) if state is None else trunk.injection(i, x, state)
             modulation = None if modulations is None else Modulation(*modulations[loop_idx, i])
-            slots[i].left = left
-            slot = slots[i] if deeper_rows == "copy" else None
+            slots[i].left = entered if deeper_rows == "enter" and i == 0 else left
+            slot = slots[i] if deeper_rows in ("enter", "copy") else None
             out = layer(x, prepared.context, signal=signal, modulation=modulation, slot=slot)
             x = torch.where(left[..., None], x, out) if deeper_rows == "project" else out
         new = trunk.norm(x) if model.config.loop_norm else x
@@ -89,6 +92,7 @@ def exit_reference(
         logits = here if logits is None else torch.where(left[..., None], logits, here)
         loops = loops + ~left
         score, memory = rule.score(look, memory)
+        entered = left
         left = left | (score <= rule.threshold).unflatten(0, input_ids.shape)
         if prepared.valid is not None:
             left = left | ~prepared.valid

@@ -97,6 +97,15 @@ class Tokens:
         """Return where these tokens' layers find their rows of a cache."""
         return cache if self.is_all else _Slots(self, cache)
 
+    def first_slot(self, cache: LoopedCache, loop_idx: int) -> KeyValueSlot:
+        """Return the first layer's row in a loop that these tokens enter and do not run: it takes, and gives nothing back."""
+        return _Taking(self.slots(cache).slot("core", 0, loop_idx))
+
+    @property
+    def context_of_new(self) -> AttentionContext:
+        """What the layers share where these tokens' keys are the only ones."""
+        return replace(self.context, key_rotary=self.context.rotary)
+
 
 def _context(prepared: PreparedInputs, rows: Tensor, columns: Tensor) -> AttentionContext:
     """Return what the layers share, for a grid of tokens: rows (lines,) and columns (lines, places)."""
@@ -132,7 +141,8 @@ class _Slots:
     def slot(self, stage: Stage, layer_idx: int, loop_idx: int = 0) -> KeyValueSlot:
         """Return a row that takes these tokens, and those that have left from the loop before."""
         row = self.cache.slot(stage, layer_idx, loop_idx)
-        return _Slot(self.tokens, row, row.below if row.below is not None else row)
+        is_written = row.num_filled > self.cache.get_seq_length()  # by tokens that entered it, or in the coda
+        return _Slot(self.tokens, row, row if is_written or row.below is None else row.below)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -140,7 +150,7 @@ class _Slot:
     tokens: Tokens
     row: SlotLayer
     earlier: SlotLayer
-    """Holds what tokens that have left had last: the row below, or in the coda the row itself."""
+    """Holds what tokens that have left had last: the row itself where they have written it, or else the row below."""
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Take (lines, heads, places, dim) twice, and return all keys and values of these lines."""
@@ -154,3 +164,15 @@ class _Slot:
         if len(tokens.rows) == len(merged):
             return every
         return every[0][tokens.rows], every[1][tokens.rows]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Taking:
+    """A row that is written and not read."""
+
+    row: KeyValueSlot
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write, and return what was given."""
+        self.row.update(keys, values)
+        return keys, values

@@ -1,7 +1,7 @@
 """The exact cache: one row of keys and values for each (stage, layer, loop), valid for one schedule.
 
 Under an exit rule a token may leave before the last loop and has no keys and values of the loops behind. There its
-deepest ones stand in: those that the same layer made in the token's last loop (`SlotLayer`).
+deepest ones stand in, which each row takes from the row of the same layer in the loop before (`SlotLayer`).
 """
 
 from __future__ import annotations

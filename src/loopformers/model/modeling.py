@@ -20,7 +20,7 @@ from loopformers.model.cache import LoopedCache, SlotSource
 from loopformers.model.config import LoopConfig
 from loopformers.model.saved_schedule import check_saved_schedule
 from loopformers.model.transformers_range import CACHE_NAME
-from loopformers.nn.attention import Attention, AttentionContext, LatentAttention, attention_reference
+from loopformers.nn.attention import Attention, AttentionContext, KeyValueSlot, LatentAttention, attention_reference
 from loopformers.nn.conditioning import Conditioning
 from loopformers.nn.init import as_role, initialize
 from loopformers.nn.layer import Layer, Modulation
@@ -413,6 +413,26 @@ class LoopedModel(LoopedPreTrainedModel):
                 slot=None if cache is None else cache.slot("core", i, loop_idx),
             )
         return x, self.norm(x) if self.config.loop_norm else x
+
+    def enter_loop(
+        self,
+        inputs: Tensor,
+        state: Tensor,
+        step_size: float | Tensor,
+        modulation: Tensor | None,
+        context: AttentionContext,
+        slot: KeyValueSlot,
+    ) -> None:
+        """Write the keys and values of a loop that tokens enter and do not run: the first layer's, which need their state alone.
+
+        Arguments as `one_loop`'s; `slot` is the first layer's row.
+        """
+        layer: Any = self.layers[0]
+        x, _ = self.injection(0, self.stream(inputs, state, step_size), state)
+        u = layer.input_layernorm(x)
+        if modulation is not None:
+            u = u * (1 + Modulation(*modulation[0]).attention_scale)
+        layer.self_attn.key_value(u, context, slot)
 
     def finish(self, state: Tensor, prepared: PreparedInputs, cache: SlotSource | None = None) -> Tensor:
         """Turn a state into a final hidden state: the coda, and the final norm where the loop has not applied it."""
