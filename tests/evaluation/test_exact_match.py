@@ -10,7 +10,8 @@ from loopformers import LoopConfig, LoopedForCausalLM
 from loopformers.data.synthetic.registry import make_task
 from loopformers.data.synthetic.rows import held_out_rows
 from loopformers.evaluation.budget import evaluate_budgets
-from loopformers.evaluation.exact_match import answered_exactly, evaluate_task
+from loopformers.evaluation.exact_match import evaluate_task
+from loopformers.evaluation.scoring import answered_exactly
 
 
 def test_a_question_is_answered_when_all_its_tokens_are_and_counts_once() -> None:

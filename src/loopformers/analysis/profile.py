@@ -15,6 +15,7 @@ from loopformers.analysis import geometry
 from loopformers.analysis.lens import LensToken, depth_needed, read_tokens
 from loopformers.analysis.similarity import StateMoments
 from loopformers.errors import ConfigError, DataError, NonFiniteError, check_count
+from loopformers.model.mode import evaluating
 from loopformers.objectives.cross_entropy import IGNORE
 from loopformers.schedule import Schedule
 
@@ -136,12 +137,8 @@ def profile_model(
     check_count("lens_window", lens_window, at_least=0)
     check_count("lens_tokens", lens_tokens)
     shown = (lens_window, lens_tokens)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         sums = [_profile_run(model, windows, run, batch_size, shown, max_bytes, on_batch) for run in schedules]
-    finally:
-        model.train(was_training)
     scale = max(sums[0].measures[-1].state_norm, torch.finfo(torch.float64).tiny)
     axes, shares = _plane(torch.stack([run.movement for run in sums]).mean(dim=0), sums[0].mean_states, scale)
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from loopformers.errors import ConfigError
-from loopformers.evaluation.scoring import IGNORE_INDEX, OnBatch, Tally, score_runs, window_batches
+from loopformers.evaluation.scoring import OnBatch, Tally, answered_exactly, score_runs, window_batches
+from loopformers.model.mode import evaluating
+from loopformers.objectives.cross_entropy import IGNORE, cross_entropy_sum
 from loopformers.schedule import Schedule
 
 __all__ = ["Budget", "BudgetResult", "evaluate_budgets", "sweep_budgets"]
@@ -84,12 +85,8 @@ def evaluate_budgets(
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} must be at least 1")
     runs = [_schedule(budget, model.config.num_loops) for budget in budgets]
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         return [_result(run, _run_alone(model, dataset, run, batch_size), model, bytes_per_token) for run in runs]
-    finally:
-        model.train(was_training)
 
 
 def sweep_budgets(
@@ -153,23 +150,16 @@ def _run_alone(model: Any, dataset: Iterable[dict[str, Any]], run: Schedule, bat
     for batch in window_batches(dataset, batch_size):
         input_ids, targets = batch.input_ids.to(model.device), batch.labels.to(model.device)[:, 1:]
         logits = model(input_ids, schedule=run, use_cache=False).logits[:, :-1]
-        is_target = targets != IGNORE_INDEX
+        is_target = targets != IGNORE
         # A batch is summed in float32 by the kernel and over batches in Python's float64.
-        tally.nats += F.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-        ).item()
+        tally.nats += cross_entropy_sum(logits.flatten(0, 1).float(), targets.flatten()).item()
         is_right = logits.argmax(dim=-1) == targets
         tally.num_targets += int(is_target.sum())
         tally.num_right += int((is_right & is_target).sum())
-        for row, questions in enumerate(batch.questions[:, 1:]):
-            for question in questions[is_target[row].cpu()].unique():
-                asked = is_target[row] & (questions == question).to(model.device)
-                tally.num_questions += 1
-                whole = int(is_right[row, asked].all())
-                tally.num_whole += whole
-                difficulty = int(batch.difficulties[row, 1:][asked.cpu()][0])
-                if difficulty >= 0:
-                    tally.questions_by_difficulty[difficulty] += 1
-                    tally.whole_by_difficulty[difficulty] += whole
+        questions = batch.questions[:, 1:].masked_fill(~is_target.cpu(), -1)
+        is_whole, difficulties = answered_exactly(
+            is_right.cpu().numpy(), questions.numpy(), batch.difficulties[:, 1:].numpy()
+        )
+        tally.add_questions(is_whole.tolist(), difficulties.tolist())
         tally.tokens_by_length[input_ids.shape[1]] += input_ids.numel()
     return tally

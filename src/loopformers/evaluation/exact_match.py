@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
-from loopformers.evaluation.budget import Budget, BudgetResult, evaluate_budgets
-from loopformers.schedule import Schedule
+from loopformers.evaluation.budget import Budget, BudgetResult, sweep_budgets
+from loopformers.evaluation.scoring import answered_exactly
 
-__all__ = ["TaskResult", "answered_exactly", "evaluate_task"]
+__all__ = ["TaskResult", "evaluate_task", "task_results"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,51 +48,21 @@ def evaluate_task(
     Returns:
         One result a budget, in order.
     """
-    scores = evaluate_budgets(model, dataset, budgets, batch_size=batch_size, bytes_per_token=bytes_per_token)
-    was_training = model.training
-    model.eval()
-    try:
-        return [_result(model, dataset, score, batch_size) for score in scores]
-    finally:
-        model.train(was_training)
+    scores = sweep_budgets(model, dataset, budgets, batch_size=batch_size, bytes_per_token=bytes_per_token)
+    return task_results(scores, dataset)
 
 
-@torch.no_grad()
-def _result(model: Any, dataset: Sequence[Mapping[str, Any]], score: BudgetResult, batch_size: int) -> TaskResult:
-    schedule = Schedule.parse(score.schedule, num_loops=None, grid=model.config.num_loops)
-    exact, difficulty = [], []
-    for start in range(0, len(dataset), batch_size):
-        rows = dataset[start : start + batch_size]
-        ids, labels, questions, difficulties = (
-            np.stack([row[name] for row in rows]) for name in ("input_ids", "labels", "questions", "difficulties")
+def task_results(scores: Sequence[BudgetResult], dataset: Sequence[Mapping[str, Any]]) -> list[TaskResult]:
+    """Return scores on rows of a task with its words, and with the number of questions that they rest on."""
+    questions, difficulties = (np.stack([row[name] for row in dataset]) for name in ("questions", "difficulties"))
+    _, levels = answered_exactly(np.ones(questions.shape, dtype=bool), questions, difficulties)
+    counts = {str(level): count for level, count in sorted(Counter(levels.tolist()).items())}
+    return [
+        TaskResult(
+            **{field.name: getattr(score, field.name) for field in dataclasses.fields(BudgetResult)},
+            solved=score.exact_match or 0.0,
+            solved_by_difficulty=score.exact_match_by_difficulty or {},
+            questions_by_difficulty=counts,
         )
-        logits = model(torch.as_tensor(ids, device=model.device), schedule=schedule, use_cache=False).logits
-        right = logits[:, :-1].argmax(dim=-1).cpu().numpy() == labels[:, 1:]
-        found = answered_exactly(right, questions[:, 1:], difficulties[:, 1:])
-        exact.append(found[0])
-        difficulty.append(found[1])
-    solved, hardness = np.concatenate(exact), np.concatenate(difficulty)
-    levels = np.unique(hardness)
-    return TaskResult(
-        **{field.name: getattr(score, field.name) for field in dataclasses.fields(score)},
-        solved=float(solved.mean()),
-        solved_by_difficulty={str(level): float(solved[hardness == level].mean()) for level in levels},
-        questions_by_difficulty={str(level): int((hardness == level).sum()) for level in levels},
-    )
-
-
-def answered_exactly(
-    right: npt.NDArray[np.bool_], questions: npt.NDArray[np.int64], difficulties: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-    """Return which questions are answered exactly, and how hard each is; both (questions of all rows,).
-
-    Args:
-        right: Whether the most likely token is the asked one, (rows, positions).
-        questions: Question of the row that is asked there, -1 for none, same shape.
-        difficulties: Difficulty of that question, same shape.
-    """
-    rows, columns = np.nonzero(questions >= 0)
-    keys = rows * (questions.max(initial=0) + 1) + questions[rows, columns]
-    _, firsts, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    wrong = np.bincount(inverse, weights=~right[rows, columns])
-    return wrong == 0, difficulties[rows, columns][firsts]
+        for score in scores
+    ]

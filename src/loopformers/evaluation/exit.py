@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from loopformers.generation.adaptive import adaptive_forward
 from loopformers.generation.look import Look
 from loopformers.generation.rules import EXIT_RULES, ExitRule, ThresholdExit
 from loopformers.generation.untrained import note_measurement
+from loopformers.model.mode import evaluating
 
 if TYPE_CHECKING:
     from loopformers.model.modeling import LoopedForCausalLM
@@ -84,7 +84,7 @@ def measure_exit(
     run = model.config.resolve_schedule(num_loops, schedule)
     windows = list(windows)
     tally, num_loops_run, num_tokens = Tally(), 0, 0
-    with _evaluating(model):
+    with evaluating(model):
         for batch in window_batches(windows, batch_size):
             output = adaptive_forward(model, rule, schedule=run, input_ids=batch.input_ids.to(model.device))
             assert output.logits is not None, "every position was kept"
@@ -199,7 +199,7 @@ def _average_loops(
     model: LoopedForCausalLM, rule: ExitRule, windows: Sequence[dict[str, Any]], run: Schedule, batch_size: int
 ) -> float:
     total, num_tokens = 0, 0
-    with _evaluating(model):
+    with evaluating(model):
         for batch in window_batches(windows, batch_size):
             ids = batch.input_ids
             output = adaptive_forward(model, rule, schedule=run, input_ids=ids.to(model.device), logits_to_keep=1)
@@ -209,13 +209,3 @@ def _average_loops(
     if num_tokens == 0:
         raise DataError("no windows to calibrate on; give held-out text")
     return total / num_tokens
-
-
-@contextmanager
-def _evaluating(model: LoopedForCausalLM) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from loopformers.errors import ConfigError, DataError
 from loopformers.evaluation.models import is_looped
-from loopformers.evaluation.scoring import IGNORE_INDEX, OnBatch, Tally, score_outside, score_runs
+from loopformers.evaluation.scoring import OnBatch, Tally, score_outside, score_runs
 from loopformers.evaluation.text import WHOLE, read_documents
+from loopformers.objectives.cross_entropy import IGNORE
 from loopformers.schedule import Schedule
 
 __all__ = [
@@ -209,9 +210,9 @@ def strided_windows(
         end = min(begin + context, len(ids))
         window = ids[begin:end]
         labels = window.clone()
-        labels[: scored_to - begin] = IGNORE_INDEX
+        labels[: scored_to - begin] = IGNORE
         if start_token is not None:
-            labels[window == start_token] = IGNORE_INDEX
+            labels[window == start_token] = IGNORE
         windows.append({"input_ids": window, "labels": labels})
         scored_to = end
         if end == len(ids):

@@ -12,11 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from loopformers.errors import DataError, check_count
+from loopformers.model.mode import evaluating
+from loopformers.objectives.cross_entropy import IGNORE
 from loopformers.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -24,18 +28,15 @@ if TYPE_CHECKING:
     from loopformers.recurrence.unroll import Observer
 
 __all__ = [
-    "IGNORE_INDEX",
     "OnBatch",
     "Tally",
     "WindowBatch",
+    "answered_exactly",
     "score_outside",
     "score_runs",
     "shared_runs",
     "window_batches",
 ]
-
-IGNORE_INDEX = -100
-"""transformers' label where nothing is predicted."""
 
 CHUNK_TARGETS = 2048
 """Targets whose logits are held at once: vocabularies are large."""
@@ -69,7 +70,7 @@ class WindowBatch:
     difficulty_of_question: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        rows, columns = (self.labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
+        rows, columns = (self.labels[:, 1:] != IGNORE).nonzero(as_tuple=True)
         places = (rows, columns + 1)
         asked = torch.stack([rows, self.questions[places], self.difficulties[places]])
         questions, of_target = asked.unique(dim=1, return_inverse=True)
@@ -166,13 +167,35 @@ class Tally:
         self.nats += nats.item()
         self.num_targets += len(targets)
         self.num_right += len(targets) - int(wrong.sum())
-        difficulties = batch.difficulty_of_question
-        is_whole = torch.bincount(questions[wrong], minlength=len(difficulties)).cpu() == 0
-        self.num_questions += len(difficulties)
-        self.num_whole += int(is_whole.sum())
-        self.questions_by_difficulty.update(level for level in difficulties.tolist() if level >= 0)
-        self.whole_by_difficulty.update(level for level in difficulties[is_whole].tolist() if level >= 0)
+        is_whole = torch.bincount(questions[wrong], minlength=len(batch.difficulty_of_question)) == 0
+        self.add_questions(is_whole.tolist(), batch.difficulty_of_question.tolist())
         self.tokens_by_length[batch.input_ids.shape[1]] += batch.input_ids.numel()
+
+    def add_questions(self, is_whole: Sequence[bool], difficulties: Sequence[int]) -> None:
+        """Count questions: whether every target of each was right, and how hard it is, -1 where windows do not say."""
+        self.num_questions += len(is_whole)
+        self.num_whole += sum(is_whole)
+        for whole, level in zip(is_whole, difficulties, strict=True):
+            if level >= 0:
+                self.questions_by_difficulty[level] += 1
+                self.whole_by_difficulty[level] += whole
+
+
+def answered_exactly(
+    right: npt.NDArray[np.bool_], questions: npt.NDArray[np.int64], difficulties: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+    """Return which questions are answered exactly, and how hard each is; both (questions of all rows,).
+
+    Args:
+        right: Whether the most likely token is the asked one, (rows, positions).
+        questions: Question of the row that is asked there, -1 for none, same shape.
+        difficulties: Difficulty of that question, same shape.
+    """
+    rows, columns = np.nonzero(questions >= 0)
+    keys = rows * (questions.max(initial=0) + 1) + questions[rows, columns]
+    _, firsts, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    wrong = np.bincount(inverse, weights=~right[rows, columns])
+    return wrong == 0, difficulties[rows, columns][firsts]
 
 
 def shared_runs(model: LoopedForCausalLM, runs: Sequence[Schedule]) -> list[list[int]]:
@@ -233,9 +256,8 @@ def score_runs(
     check_count("batch_size", batch_size)
     tallies = [Tally() for _ in runs]
     groups = shared_runs(model, runs)
-    trunk, was_training = model.model, model.training
-    model.eval()
-    try:
+    trunk = model.model
+    with evaluating(model):
         for batch in window_batches(windows, batch_size):
             prepared = trunk.prepare(batch.input_ids.to(model.device), None, None, None, None, runs[0])
             for group in groups:
@@ -243,8 +265,6 @@ def score_runs(
                 trunk.run(prepared, runs[group[0]], observer=_scorer(model, prepared, batch, ends))
             if on_batch is not None:
                 on_batch(len(batch.input_ids))
-    finally:
-        model.train(was_training)
     return tallies
 
 
@@ -268,16 +288,12 @@ def score_outside(
     """Score windows by any causal language model of transformers. See `score_runs`."""
     check_count("batch_size", batch_size)
     tally = Tally()
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for batch in window_batches(windows, batch_size):
             logits = model(input_ids=batch.input_ids.to(model.device), use_cache=False).logits
             tally.add(logits, batch, lambda logits: logits)
             if on_batch is not None:
                 on_batch(len(batch.input_ids))
-    finally:
-        model.train(was_training)
     return tally
 
 

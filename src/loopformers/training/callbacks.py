@@ -75,7 +75,7 @@ class BudgetValidationCallback(TrainerCallback):
         log: Where records go.
         batch_size: Windows a forward.
         bytes_per_token: For bits per byte.
-        evaluate: What scores the model, with the arguments of `evaluate_budgets`; None: the fastest that gives its numbers.
+        refine: Applied to the scores before they are kept.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class BudgetValidationCallback(TrainerCallback):
         log: StepLog,
         batch_size: int = 8,
         bytes_per_token: float | None = None,
-        evaluate: Callable[..., Sequence[BudgetResult]] | None = None,
+        refine: Callable[[Sequence[BudgetResult]], Sequence[BudgetResult]] | None = None,
     ) -> None:
         if every_steps < 1:
             raise ConfigError(f"every_steps={every_steps} must be at least 1")
         self.dataset, self.budgets, self.every_steps, self.log = dataset, budgets, every_steps, log
         self.batch_size, self.bytes_per_token = batch_size, bytes_per_token
-        self.evaluate = evaluate
+        self.refine = refine
         self.last: Sequence[BudgetResult] = []
 
     def on_train_begin(
@@ -103,19 +103,19 @@ class BudgetValidationCallback(TrainerCallback):
         if state.is_world_process_zero:
             self.log.truncate(state.global_step)
 
+    def score(self, model: Any) -> Sequence[BudgetResult]:
+        """Return a model's scores, one a budget, by the fastest way that it allows."""
+        # The parts of a divided model gather their weights in the model's own forward alone.
+        evaluate = evaluate_budgets if is_sharded(model) else sweep_budgets
+        scores = evaluate(
+            model, self.dataset, self.budgets, batch_size=self.batch_size, bytes_per_token=self.bytes_per_token
+        )
+        return scores if self.refine is None else self.refine(scores)
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Evaluate when it is time."""
         if state.global_step % self.every_steps and state.global_step < state.max_steps:
             return
-        model = kwargs["model"]
-        # The parts of a divided model gather their weights in the model's own forward alone.
-        score = self.evaluate or (evaluate_budgets if is_sharded(model) else sweep_budgets)
-        self.last = score(
-            model,
-            self.dataset,
-            self.budgets,
-            batch_size=self.batch_size,
-            bytes_per_token=self.bytes_per_token,
-        )
+        self.last = self.score(kwargs["model"])
         if state.is_world_process_zero:
             self.log.append({"step": state.global_step, "budgets": [dataclasses.asdict(r) for r in self.last]})

@@ -19,6 +19,7 @@ import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,8 @@ from loopformers.data.synthetic.rows import GeneratedRows, held_out_rows
 from loopformers.data.synthetic.tokenizer import task_tokenizer
 from loopformers.data.tokenizer import bundled_tokenizer
 from loopformers.errors import ConfigError, DataError, MissingExtraError, unknown_name
-from loopformers.evaluation.budget import BudgetResult, evaluate_budgets
-from loopformers.evaluation.exact_match import evaluate_task
+from loopformers.evaluation.budget import BudgetResult
+from loopformers.evaluation.exact_match import task_results
 from loopformers.files import write_whole
 from loopformers.laws import Law
 from loopformers.model.config import LoopConfig
@@ -185,7 +186,6 @@ class PreparedRun:
         if (result := self.finished()) is not None:
             return result
         model = build_model(self.config, self.recipe)
-        evaluate = None if self.recipe.task is None else evaluate_task
         validation = BudgetValidationCallback(
             self.validation_windows,
             self.budgets,
@@ -193,7 +193,7 @@ class PreparedRun:
             log=StepLog(self.folder / VALIDATION_FILE),
             batch_size=self.recipe.evaluation.batch_size,
             bytes_per_token=self.bytes_per_token,
-            evaluate=evaluate,
+            refine=None if self.recipe.task is None else partial(task_results, dataset=self.validation_windows),
         )
         trainer = LoopTrainer(
             model,
@@ -212,14 +212,7 @@ class PreparedRun:
         )
         with quiet_transformers():
             trainer.train(resume_from_checkpoint="auto")
-        scores = validation.last or (evaluate or evaluate_budgets)(
-            model,
-            self.validation_windows,
-            self.budgets,
-            batch_size=self.recipe.evaluation.batch_size,
-            bytes_per_token=self.bytes_per_token,
-        )
-        result = self._judge(scores)
+        result = self._judge(validation.last or validation.score(model))
         trained = trainer.accelerator.unwrap_model(trainer.model)
         weights = gather_weights(trained) if is_sharded(trained) else None  # every rank has a part
         if self.is_main_process:
