@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopformers.errors import ConfigError
-from loopformers.schedule import Schedule, all_schedules, count_schedules
+from loopformers.schedule import Schedule, all_schedules, count_schedules, is_uniform_text
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,15 @@ def test_times_are_correctly_rounded_and_steps_sum_to_one(numerators):
     assert Schedule.parse(str(schedule), num_loops=None, grid=8) == schedule
     assert Schedule.explicit(schedule.step_sizes) == schedule
     assert schedule.reversed().reversed() == schedule
+
+
+@pytest.mark.parametrize("grid", [1, 6, 8])
+def test_a_schedule_is_uniform_when_all_its_steps_are_equal_and_not_when_the_first_has_the_mean_size(grid):
+    for num_loops in range(1, grid + 1):
+        for schedule in all_schedules(num_loops, grid=grid):
+            equal = all(size == schedule.step_sizes[0] for size in schedule.step_sizes)
+            assert schedule.is_uniform == is_uniform_text(str(schedule)) == equal
+    assert not Schedule((2, 1, 3), 6).is_uniform
 
 
 @given(grid=st.integers(1, 40), data=st.data())

@@ -17,7 +17,7 @@ from typing import Any
 
 from loopformers.errors import ConfigError, unknown_name
 
-__all__ = ["SCHEDULE_KINDS", "Schedule", "all_schedules", "count_schedules"]
+__all__ = ["SCHEDULE_KINDS", "Schedule", "all_schedules", "count_schedules", "is_uniform_text"]
 
 MAX_GRID = 1 << 16
 """Finest grid that explicit step sizes are rounded to."""
@@ -193,7 +193,7 @@ class Schedule:
     @property
     def is_uniform(self) -> bool:
         """Whether all steps are equal."""
-        return self.numerators[0] * self.num_loops == self.grid
+        return len(set(self.numerators)) == 1
 
     def reversed(self) -> Schedule:
         """The same steps in the opposite order."""
@@ -235,3 +235,8 @@ def all_schedules(num_loops: int, *, grid: int) -> Iterator[Schedule]:
 def count_schedules(num_loops: int, *, grid: int) -> int:
     """Number of schedules of `num_loops` steps on the grid: C(grid - 1, num_loops - 1)."""
     return math.comb(grid - 1, check_num_loops(num_loops) - 1)
+
+
+def is_uniform_text(text: str) -> bool:
+    """Whether the steps of a schedule that `str` has written are all equal; what records keep is text."""
+    return len(set(text.split(","))) == 1
