@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from loopformers.cli.budgets import add_budget_arguments, parse_budgets
-from loopformers.cli.console import json_value, print_heading, print_json, print_note, print_table
+from loopformers.cli.console import json_text, print_heading, print_json, print_note, print_table
 from loopformers.cli.progress import progress_bar
 from loopformers.cli.text import add_text_arguments, check_results_folder, label_models, read_scored_text
 from loopformers.errors import ConfigError
@@ -95,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             source=f"{len(windows)} windows of {result['seq_len']} tokens, spread over {arguments.data} ({arguments.split}).",
             footer=f"loopformers {__version__}: loopformers analyze {' '.join(arguments.models)}",
         )
-        write_whole(arguments.output_dir / RESULT, json.dumps(json_value(result), indent=2, allow_nan=False) + "\n")
+        write_whole(arguments.output_dir / RESULT, json_text(result))
         print_note(f"report: {page}")
     if arguments.json:
         print_json(result)

@@ -16,7 +16,21 @@ if TYPE_CHECKING:
 
     from loopformers.report.tables import Table
 
-__all__ = ["json_value", "print_heading", "print_json", "print_note", "print_table", "stderr", "stdout", "write"]
+__all__ = [
+    "INTERRUPTED",
+    "json_text",
+    "json_value",
+    "print_heading",
+    "print_json",
+    "print_note",
+    "print_table",
+    "stderr",
+    "stdout",
+    "write",
+]
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
 
 
 def stdout() -> Console:
@@ -54,7 +68,12 @@ def print_note(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print one JSON document on stdout, in ASCII: readable under every encoding. See `json_value`."""
-    sys.stdout.write(json.dumps(json_value(value), indent=2, allow_nan=False) + "\n")
+    sys.stdout.write(json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """Return one JSON document as it is printed and saved. See `json_value`."""
+    return json.dumps(json_value(value), indent=2, allow_nan=False) + "\n"
 
 
 def write(text: str) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.budgets import add_budget_arguments, parse_budgets
-from loopformers.cli.console import json_value, print_json, print_note, print_table
+from loopformers.cli.console import json_text, print_json, print_note, print_table
 from loopformers.cli.progress import progress_bar
 from loopformers.cli.text import TASK, add_text_arguments, check_results_folder, label_models, read_scored_text
+from loopformers.schedule import is_uniform_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -209,7 +209,7 @@ def _row(model: Mapping[str, Any], budget: Mapping[str, Any]) -> dict[str, Any]:
         **{f"solved_{level}": share for level, share in solved.items()},
         "solved": budget["exact_match"] if solved else None,
         "model": model["model"],
-        "schedule": None if len(set(budget["schedule"].split(","))) == 1 else budget["schedule"],
+        "schedule": None if is_uniform_text(budget["schedule"]) else budget["schedule"],
         "mflop_per_token": budget["flops_per_token"] / 1e6,
         "decode_ms": None if decode is None else decode * 1e3,
         "kv_kib_per_token": budget["kv_bytes_per_token"] / 1024,
@@ -250,6 +250,5 @@ def _write(folder: Path, result: Mapping[str, Any], table: Table) -> None:
 
     write_whole(folder / "budgets.csv", table.to_csv())
     save_figure(_figure(result), folder / "budgets.svg")
-    text = json.dumps(json_value(result), indent=2, allow_nan=False) + "\n"
-    write_whole(folder / "budgets.json", text)  # last: it says that the folder is complete
+    write_whole(folder / "budgets.json", json_text(result))  # last: it says that the folder is complete
     print_note(f"results: {folder}")

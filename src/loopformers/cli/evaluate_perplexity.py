@@ -12,6 +12,7 @@ from loopformers.cli.console import print_json, print_table
 from loopformers.cli.progress import progress_bar
 from loopformers.cli.text import label_models
 from loopformers.errors import ConfigError, check_count
+from loopformers.schedule import is_uniform_text
 
 if TYPE_CHECKING:
     from loopformers.report.tables import Table
@@ -123,7 +124,7 @@ def _table(result: Mapping[str, Any]) -> Table:
         {
             "model": model["model"],
             "num_loops": budget["num_loops"],
-            "schedule": None if len(set((budget["schedule"] or "").split(","))) == 1 else budget["schedule"],
+            "schedule": None if is_uniform_text(budget["schedule"] or "") else budget["schedule"],
             **{
                 key: budget[key]
                 for key in ("loss", "token_perplexity", "byte_perplexity", "bits_per_byte", "num_targets")

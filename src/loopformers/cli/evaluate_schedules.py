@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopformers.cli.console import json_value, print_heading, print_json, print_note, print_table
+from loopformers.cli.console import json_text, print_heading, print_json, print_note, print_table
 from loopformers.cli.progress import progress_bar
 from loopformers.cli.text import add_text_arguments, check_results_folder, read_scored_text
 from loopformers.errors import check_count
@@ -210,6 +209,5 @@ def _write(folder: Path, result: dict[str, Any], table: Table, figure: Figure) -
 
     write_whole(folder / "schedules.csv", table.to_csv())
     save_figure(figure, folder / "schedules.svg")
-    text = json.dumps(json_value(result), indent=2, allow_nan=False) + "\n"
-    write_whole(folder / "schedules.json", text)  # last: it says that the folder is complete
+    write_whole(folder / "schedules.json", json_text(result))  # last: it says that the folder is complete
     print_note(f"results: {folder}")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopformers.cli.console import print_json, print_note, print_table
+from loopformers.cli.console import json_text, print_json, print_note, print_table
 from loopformers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def save_tables(results: Results, folder: Path, *, baseline: int = 0) -> None:
     write_whole(folder / "table.tex", shown.to_latex() + "\n")
     write_whole(folder / "table.csv", numbers.to_csv())
     content = {"scores": numbers.to_dict(), "differences": found.to_dict()}
-    write_whole(folder / "table.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
+    write_whole(folder / "table.json", json_text(content))
     try:
         figure = plot_accuracy(results)
     except ConfigError:  # no model has every task yet

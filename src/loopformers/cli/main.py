@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from loopformers import __version__
+from loopformers.cli.console import INTERRUPTED
 from loopformers.errors import LoopformersError
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -23,8 +24,6 @@ __all__ = ["COMMANDS", "Command", "main"]
 SUCCESS = 0
 USAGE_ERROR = 2
 """Exit code for what a user can put right, the one that argparse uses."""
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
 BROKEN_PIPE = 141
 """Exit code when the reader of our output has gone: 128 + SIGPIPE."""
 

@@ -6,11 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopformers.cli.console import print_heading, print_json, print_note, print_table, stderr
+from loopformers.cli.console import INTERRUPTED, print_heading, print_json, print_note, print_table, stderr
+from loopformers.cli.progress import Bars
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.progress import TaskID
 
     from loopformers.studies.quickstart import QuickstartOutcome
     from loopformers.studies.workers import TaskEvent
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 DEFAULT_OUTPUT_DIR = Path("runs/quickstart")
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +86,7 @@ def show(outcome: QuickstartOutcome) -> None:
     print_note(f"report: {outcome.report}\nmodels: {outcome.output_dir}/<system>")
 
 
-class ProgressBars:
+class ProgressBars(Bars):
     """One bar a system, on a terminal; elsewhere a line at the start and the end of each.
 
     Args:
@@ -97,31 +95,9 @@ class ProgressBars:
     """
 
     def __init__(self, console: Console, num_steps: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self.console = console
+        super().__init__(console, width=12)
         self.num_steps = num_steps
         self.bars: dict[str, TaskID] = {}
-        self.progress: Progress = Progress(
-            TextColumn("{task.description:<12}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}", markup=False),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-
-    def __enter__(self) -> ProgressBars:
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Leave the bars as they are."""
-        self.progress.stop()
 
     def on_event(self, event: TaskEvent) -> None:
         """Show an event of `run_tasks`."""
@@ -130,29 +106,25 @@ class ProgressBars:
         match event:
             case Started(task):
                 self.bars[task] = self.progress.add_task(task, total=self.num_steps, status="loading")
-                self._say(f"{task}: started")
+                self._say_elsewhere(f"{task}: started")
             case Reported(task, value):
                 self._update(task, completed=value.step, status=status_of(value, self.num_steps))
             case Finished(task):
                 self._update(task, completed=self.num_steps, status="done")
-                self._say(f"{task}: done")
+                self._say_elsewhere(f"{task}: done")
             case Failed(task, error):
                 self._update(task, status="failed")
-                self._say(f"{task}: failed: {error}")
-            case Stopping(tasks):
-                running = ", ".join(tasks) or "nothing"
-                self._print(f"Stopping {running} after the running step and saving; Ctrl-C again ends at once.")
+                self._say_elsewhere(f"{task}: failed: {error}")
+            case Stopping():
+                self.say_stopping(event)
 
     def _update(self, task: str, **fields: Any) -> None:
         if task in self.bars:
             self.progress.update(self.bars[task], **fields)
 
-    def _say(self, text: str) -> None:
+    def _say_elsewhere(self, text: str) -> None:
         if not self.console.is_terminal:
-            self._print(text)
-
-    def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.say(text)
 
 
 def status_of(progress: Any, num_steps: int) -> str:

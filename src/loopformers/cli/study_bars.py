@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from loopformers.cli.progress import Bars
+
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.progress import TaskID
 
     from loopformers.studies.results import CellResult
     from loopformers.studies.workers import TaskEvent
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["StudyBars"]
 
 
-class StudyBars:
+class StudyBars(Bars):
     """Bars on a terminal; elsewhere a line at the end of each cell.
 
     Args:
@@ -24,31 +26,10 @@ class StudyBars:
     """
 
     def __init__(self, console: Console, *, num_cells: int, num_done: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self.console, self.num_cells, self.num_done = console, num_cells, num_done
+        super().__init__(console, width=28)
+        self.num_cells, self.num_done = num_cells, num_done
         self.cells: dict[str, TaskID] = {}
-        self.progress: Progress = Progress(
-            TextColumn("{task.description:<28}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}", markup=False),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
         self.grid = self.progress.add_task("cells", total=num_cells, completed=num_done, status="")
-
-    def __enter__(self) -> StudyBars:
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Leave the bars as they are."""
-        self.progress.stop()
 
     def on_event(self, event: TaskEvent) -> None:
         """Show an event of `run_study`."""
@@ -67,14 +48,13 @@ class StudyBars:
             case Failed(task, error):
                 self._end(task, f"failed: {error}")
                 self._drop(task)
-            case Stopping(tasks):
-                running = ", ".join(tasks) or "nothing"
-                self._print(f"Stopping {running} after the running step and saving; Ctrl-C again ends at once.")
+            case Stopping():
+                self.say_stopping(event)
 
     def _end(self, task: str, outcome: str) -> None:
         self.num_done += 1
         self.progress.update(self.grid, completed=self.num_done)
-        self._print(f"[{self.num_done}/{self.num_cells}] {task}: {outcome}")
+        self.say(f"[{self.num_done}/{self.num_cells}] {task}: {outcome}")
 
     def _update(self, task: str, **fields: Any) -> None:
         if task in self.cells:
@@ -83,9 +63,6 @@ class StudyBars:
     def _drop(self, task: str) -> None:
         if task in self.cells:
             self.progress.remove_task(self.cells.pop(task))
-
-    def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def outcome_of(result: CellResult) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopformers.cli.console import print_heading, print_json, print_note, print_table, stderr
+from loopformers.cli.console import INTERRUPTED, print_heading, print_json, print_note, print_table, stderr
 from loopformers.cli.study_bars import StudyBars
 from loopformers.cli.study_cells import cells_table
 from loopformers.errors import ConfigError, check_count
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["CONTINUES", "add_study_arguments", "parse_seeds", "run_grid"]
 
 OUTPUT_ROOT = Path("runs/study")
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
 
 CONTINUES = "The same command continues a study: finished cells are kept, failed ones are run again."
 

@@ -6,12 +6,13 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from loopformers.cli.console import print_heading, print_json, print_note, print_table, stderr, write
+from loopformers.cli.console import INTERRUPTED, print_heading, print_json, print_note, print_table, stderr, write
+from loopformers.cli.progress import Bars
 from loopformers.errors import ConfigError, LoopformersError
+from loopformers.schedule import is_uniform_text
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
     from loopformers.analysis.stability import Stability
     from loopformers.evaluation.budget import BudgetResult
@@ -24,9 +25,6 @@ __all__ = ["TAKES_OVERRIDES", "TrainingBar", "add_arguments", "run"]
 
 TAKES_OVERRIDES = True
 """Tells `main` to hand on what the parser does not know, as `arguments.overrides`: fields of the recipe."""
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
 
 FAILED_ELSEWHERE = 2
 """Exit code of processes other than the first when input is bad: the first says why."""
@@ -202,7 +200,7 @@ def result_table(result: RunResult) -> Table:
         rows=tuple(
             {
                 "num_loops": score["num_loops"],
-                "schedule": "uniform" if len(set(score["schedule"].split(","))) == 1 else score["schedule"],
+                "schedule": "uniform" if is_uniform_text(score["schedule"]) else score["schedule"],
                 "loss": score["loss"],
                 "perplexity": score["perplexity"],
                 "mflops": score["flops_per_token"] / 1e6,
@@ -270,7 +268,7 @@ def _print_recipe(recipe: Recipe, *, as_json: bool) -> None:
 # -- progress --------------------------------------------------------------------------------------------------
 
 
-class TrainingBar:
+class TrainingBar(Bars):
     """A bar on a terminal: loss, gradient norm, tokens per second, share of the peak, time left and the verdict so
     far; elsewhere a line for each tenth of the run.
 
@@ -280,39 +278,18 @@ class TrainingBar:
     """
 
     def __init__(self, console: Console, num_steps: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.console, self.num_steps = console, num_steps
+        super().__init__(console, time_left=True)
+        self.num_steps = num_steps
         self.verdict = ""
         self.started = False
-        self.progress: Progress = Progress(
-            TextColumn("training", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}", markup=False),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
         self.task = self.progress.add_task("training", total=num_steps, status="loading")
-
-    def __enter__(self) -> TrainingBar:
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Leave the bar as it is."""
-        self.progress.stop()
 
     def on_progress(self, progress: TrainingProgress) -> None:
         """Show an update."""
         first, self.started = not self.started, True
         if progress.verdict != self.verdict and progress.verdict is not None:
             self.verdict = progress.verdict
-            self._say(f"step {progress.step}/{self.num_steps}   {self.verdict}: {progress.verdict_reason}")
+            self.say(f"step {progress.step}/{self.num_steps}   {self.verdict}: {progress.verdict_reason}")
         speed = f"{progress.tokens_per_second:,.0f} tokens/s" if progress.tokens_per_second else ""
         share = f"{progress.mfu:.1%} of peak" if progress.mfu else ""
         parts = [f"loss {progress.loss:.3f}", f"gradient norm {progress.gradient_norm:.3f}", speed, share, self.verdict]
@@ -321,14 +298,11 @@ class TrainingBar:
         if not self.console.is_terminal and (
             progress.step % max(1, self.num_steps // 10) == 0 or first or progress.step == self.num_steps
         ):
-            self._say(f"step {progress.step}/{self.num_steps}   {status}")
+            self.say(f"step {progress.step}/{self.num_steps}   {status}")
 
     def on_validation(self, step: int, score: BudgetResult, stability: Stability) -> None:
         """Show an evaluation."""
         # Every run starts at the unigram level: before the end that is no collapse yet.
         early = stability.verdict == "collapsed" and step < self.num_steps
         found = "not below unigram level" if early else stability.verdict
-        self._say(f"step {step}/{self.num_steps}   validation loss {score.loss:.4f}   {found}")
-
-    def _say(self, text: str) -> None:
-        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.say(f"step {step}/{self.num_steps}   validation loss {score.loss:.4f}   {found}")

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from loopformers.errors import ConfigError, DataError
+from loopformers.evaluation.scoring import Tally, WindowBatch, window_batches
+from loopformers.model.mode import evaluating
 from loopformers.recurrence.unroll import Observer
 from loopformers.schedule import Schedule
 
 __all__ = ["LoopUse", "measure_loop_use"]
-
-IGNORE_INDEX = -100
 
 Replacement = Callable[[Tensor], Tensor]
 """From the states that a loop left, (batch, seq, dim), to those that the next one sees."""
@@ -65,9 +64,7 @@ def measure_loop_use(
         raise ConfigError(f"batch_size={batch_size} must be at least 2: a row's state is swapped with its neighbour's")
     schedule = model.config.resolve_schedule(num_loops)
     batches = list(_batches(dataset, batch_size))
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         watch = _StateChanges(schedule.num_loops)
         loss = _loss(model, batches, schedule, watch)
         swapped, zeroed = (
@@ -78,15 +75,13 @@ def measure_loop_use(
             if schedule.num_loops > 1
             else (None, None)
         )
-    finally:
-        model.train(was_training)
     return LoopUse(
         num_loops=schedule.num_loops,
         loss=loss,
         swapped_loss=swapped,
         zeroed_loss=zeroed,
         state_changes=watch.means(),
-        num_windows=sum(len(ids) for ids, _ in batches),
+        num_windows=sum(len(batch.input_ids) for batch in batches),
     )
 
 
@@ -129,33 +124,29 @@ class _Replace:
             state.copy_(self.replacement(state))
 
 
-def _loss(model: Any, batches: Sequence[tuple[Tensor, Tensor]], schedule: Schedule, observer: Observer) -> float:
+def _loss(model: Any, batches: Sequence[WindowBatch], schedule: Schedule, observer: Observer) -> float:
     """Return the cross entropy over all targets of a run that an observer sees."""
-    nats, num_targets = 0.0, 0
-    for input_ids, labels in batches:
-        ids, targets = input_ids.to(model.device), labels[:, 1:].flatten().to(model.device)
-        prepared = model.model.prepare(ids, None, None, None, None, schedule)
+    tally = Tally()
+    for batch in batches:
+        prepared = model.model.prepare(batch.input_ids.to(model.device), None, None, None, None, schedule)
         state = model.model.run(prepared, schedule, observer=observer)
-        logits = model.head(model.model.finish(state, prepared))[:, :-1].flatten(0, 1).float()
-        nats += F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum").item()
-        num_targets += int((targets != IGNORE_INDEX).sum())
-    if not num_targets:
+        tally.add(model.model.finish(state, prepared), batch, model.head)
+    if not tally.num_targets:
         raise DataError(
             "no two windows of one length hold a target; give windows of equal length, not all labelled -100"
         )
-    return nats / num_targets
+    return tally.loss
 
 
-def _batches(dataset: Iterable[dict[str, Any]], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (input_ids, labels), (batch, seq) each, of windows of one length, with at least two rows."""
-    by_length: dict[int, list[tuple[Tensor, Tensor]]] = {}
+def _batches(dataset: Iterable[dict[str, Any]], batch_size: int) -> Iterator[WindowBatch]:
+    """Yield windows of one length, at least two together."""
+    by_length: dict[int, list[dict[str, Any]]] = {}
     for window in dataset:
-        ids = torch.as_tensor(window["input_ids"])
-        by_length.setdefault(len(ids), []).append((ids, torch.as_tensor(window.get("labels", ids))))
-    for rows in by_length.values():
-        if len(rows) < 2:
+        by_length.setdefault(len(window["input_ids"]), []).append(window)
+    for windows in by_length.values():
+        if len(windows) < 2:
             continue
-        parts = max(1, len(rows) // batch_size)
-        for part in range(parts):  # some larger than asked for, so that no row is left alone
-            chosen = rows[part * len(rows) // parts : (part + 1) * len(rows) // parts]
-            yield torch.stack([ids for ids, _ in chosen]), torch.stack([labels for _, labels in chosen])
+        parts = max(1, len(windows) // batch_size)
+        for part in range(parts):  # some larger than asked for, so that no window is left alone
+            chosen = windows[part * len(windows) // parts : (part + 1) * len(windows) // parts]
+            yield from window_batches(chosen, len(chosen))

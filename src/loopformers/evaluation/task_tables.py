@@ -14,6 +14,7 @@ import numpy as np
 from loopformers.errors import ConfigError
 from loopformers.evaluation.results import COST_SEQ_LEN, ModelInfo, Protocol, Results, Score
 from loopformers.report.tables import MISSING, Column, Table, Value
+from loopformers.schedule import is_uniform_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +50,7 @@ class Row:
         score = self.first
         if score.num_loops is None or score.schedule is None:
             return MISSING
-        is_uniform = len(set(score.schedule.split(","))) == 1
+        is_uniform = is_uniform_text(score.schedule)
         parts = [str(score.num_loops), "" if is_uniform else f"({score.schedule})", score.exit_rule or ""]
         return " ".join(part for part in parts if part)
 

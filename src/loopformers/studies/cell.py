@@ -20,7 +20,7 @@ from loopformers.evaluation.loop_use import measure_loop_use
 from loopformers.model.modeling import LoopedForCausalLM
 from loopformers.model.quiet import quiet_transformers
 from loopformers.studies.grid import Cell
-from loopformers.studies.measures import is_uniform
+from loopformers.studies.measures import uniform_budgets
 from loopformers.studies.results import CellResult, Status
 from loopformers.studies.workers import Emit
 from loopformers.training.recipe import Recipe, to_fields
@@ -175,7 +175,7 @@ def validations_of(
         {
             "step": validation["step"],
             "training_flops": flops[validation["step"]],
-            "losses": {score["num_loops"]: score["loss"] for score in validation["budgets"] if is_uniform(score)},
+            "losses": {score["num_loops"]: score["loss"] for score in uniform_budgets(validation["budgets"])},
         }
         for validation in validations
         if validation["step"] in flops

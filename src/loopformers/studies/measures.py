@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from loopformers.schedule import is_uniform_text
 from loopformers.studies.results import CellResult
 
 __all__ = [
@@ -14,7 +15,6 @@ __all__ = [
     "budget_flops",
     "budget_losses",
     "budget_solved",
-    "is_uniform",
     "last_of",
     "loss",
     "loss_at",
@@ -23,6 +23,7 @@ __all__ = [
     "replaced_costs",
     "solved",
     "solved_by_difficulty",
+    "uniform_budgets",
     "verdict_step",
 ]
 
@@ -45,8 +46,7 @@ def budget_losses(result: CellResult) -> dict[int, float]:
     """Loss by number of loops run, M; schedules of unequal steps are left out."""
     return {
         int(budget["num_loops"]): math.inf if budget["loss"] is None else float(budget["loss"])
-        for budget in sorted(result.run["budgets"], key=lambda budget: budget["num_loops"])
-        if is_uniform(budget)
+        for budget in uniform_budgets(result.run["budgets"])
     }
 
 
@@ -72,29 +72,17 @@ def loss_by_compute(num_loops: int, training_flops: float) -> Callable[[CellResu
 
 def budget_flops(result: CellResult) -> dict[int, float]:
     """Operations of a forward by number of loops run, per token."""
-    return {
-        int(budget["num_loops"]): float(budget["flops_per_token"])
-        for budget in sorted(result.run["budgets"], key=lambda budget: budget["num_loops"])
-        if budget.get("flops_per_token") is not None and is_uniform(budget)
-    }
+    return _by_loops(result, "flops_per_token")
 
 
 def budget_solved(result: CellResult) -> dict[int, float]:
     """Share of a task's questions that are answered exactly, by number of loops run; empty for text."""
-    return {
-        int(budget["num_loops"]): float(budget["solved"])
-        for budget in sorted(result.run["budgets"], key=lambda budget: budget["num_loops"])
-        if budget.get("solved") is not None and is_uniform(budget)
-    }
+    return _by_loops(result, "solved")
 
 
 def budget_difficulties(result: CellResult) -> dict[int, Mapping[str, float]]:
     """Share of a task's questions that are answered exactly by difficulty, by number of loops run; empty for text."""
-    return {
-        int(budget["num_loops"]): budget["solved_by_difficulty"]
-        for budget in sorted(result.run["budgets"], key=lambda budget: budget["num_loops"])
-        if budget.get("solved_by_difficulty") and is_uniform(budget)
-    }
+    return {num_loops: shares for num_loops, shares in _by_loops(result, "solved_by_difficulty").items() if shares}
 
 
 def solved(result: CellResult) -> float | None:
@@ -141,6 +129,11 @@ def last_of(values: Sequence[float | None] | None) -> float | None:
     return values[-1] if values else None
 
 
-def is_uniform(budget: Mapping[str, Any]) -> bool:
-    """Whether a scored budget's schedule has equal step sizes."""
-    return len(set(str(budget["schedule"]).split(","))) == 1
+def uniform_budgets(budgets: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the scores of runs of equal step sizes, by number of loops."""
+    return sorted((b for b in budgets if is_uniform_text(b["schedule"])), key=lambda b: b["num_loops"])
+
+
+def _by_loops(result: CellResult, key: str) -> dict[int, Any]:
+    """Return what the scores of uniform runs say under a key, by number of loops; those that say nothing are left out."""
+    return {int(b["num_loops"]): b[key] for b in uniform_budgets(result.run["budgets"]) if b.get(key) is not None}
