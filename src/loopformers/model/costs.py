@@ -6,7 +6,9 @@ torch's FlopCounterMode counts), and attention counts the whole square, as kerne
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -160,10 +162,9 @@ class Costs:
     def _recurrence_shapes(self) -> tuple[list[torch.Size], list[torch.Size]]:
         """Shapes of the parameters that the stream start and the injection own."""
         c = cast("LoopConfig", self)
-        with torch.device("meta"):
-            parts = [kind(c.hidden_size, nn.Identity()) for kind in (STREAMS[c.stream], INJECTIONS[c.injection])]
-        stream, injection = ([p.shape for p in part.parameters()] for part in parts)
-        return stream, injection
+        stream: Any = STREAMS[c.stream]  # classes hash, whatever a type checker makes of their instances' __hash__
+        injection: Any = INJECTIONS[c.injection]
+        return _shapes(stream, c.hidden_size), _shapes(injection, c.hidden_size)
 
     @property
     def _recurrence_flops(self) -> int:
@@ -181,3 +182,10 @@ class Costs:
 
 def _mean(values: list[int]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+@functools.cache
+def _shapes(kind: Callable[..., nn.Module], hidden_size: int) -> list[torch.Size]:
+    """Shapes of the parameters of a stream start or an injection, which is built once, without memory."""
+    with torch.device("meta"):
+        return [p.shape for p in kind(hidden_size, nn.Identity()).parameters()]

@@ -28,13 +28,12 @@ import yaml
 
 from loopformers.errors import ConfigError, check_count, unknown_name
 from loopformers.training.recipe import Recipe, differences, flatten
+from loopformers.training.recipe_file import find_yaml, load, override, yaml_names
 
 __all__ = ["GRIDS_DIR", "Cell", "Grid", "Label", "bundled_grids", "expand_grid", "load_grid"]
 
 GRIDS_DIR = Path(__file__).parent / "grids"
 """The grids that ship with this package."""
-
-SUFFIXES = (".yaml", ".yml")
 
 KEYS = ("title", "base", "blocks")
 
@@ -75,7 +74,7 @@ class Grid:
 
 def bundled_grids() -> tuple[str, ...]:
     """Return the names of the grids that ship with this package."""
-    return tuple(sorted(path.stem for path in GRIDS_DIR.glob("*.yaml")))
+    return yaml_names(GRIDS_DIR)
 
 
 def load_grid(name: str | os.PathLike[str], *, seeds: Sequence[int] | None = None) -> Grid:
@@ -88,7 +87,7 @@ def load_grid(name: str | os.PathLike[str], *, seeds: Sequence[int] | None = Non
     Raises:
         ConfigError: No such file, no YAML, an unknown field, system or axis, a grid without cells, or a cell that is not legal.
     """
-    path = find_grid(name)
+    path = find_yaml("grid", name, GRIDS_DIR)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -96,23 +95,6 @@ def load_grid(name: str | os.PathLike[str], *, seeds: Sequence[int] | None = Non
     if not isinstance(content, Mapping):
         raise ConfigError(f"grid {str(path)!r} must hold a mapping with the keys {', '.join(KEYS)}")
     return expand_grid(content, name=path.stem, seeds=seeds)
-
-
-def find_grid(name: str | os.PathLike[str]) -> Path:
-    """Return the file of a grid.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    path = Path(name).expanduser()
-    if path.is_file():
-        return path
-    if str(name) in bundled_grids():
-        return GRIDS_DIR / f"{name}.yaml"
-    if path.suffix in SUFFIXES or path.exists() or path.name != str(name):
-        kind = "a folder" if path.is_dir() else "no file"
-        raise ConfigError(f"grid={str(name)!r} is {kind} (working folder {os.getcwd()!r}); give a grid's YAML file")
-    raise ConfigError(unknown_name("grid", str(name), bundled_grids()) + "; or give the path of a YAML file")
 
 
 def expand_grid(content: Mapping[str, Any], *, name: str, seeds: Sequence[int] | None = None) -> Grid:
@@ -147,8 +129,6 @@ def expand_grid(content: Mapping[str, Any], *, name: str, seeds: Sequence[int] |
 
 
 def _base(given: Any, origin: str) -> Recipe:
-    from loopformers.training.recipe_file import load, override
-
     if isinstance(given, str):
         return load(given)
     if given is None or not isinstance(given, Mapping):
@@ -161,8 +141,6 @@ def _base(given: Any, origin: str) -> Recipe:
 
 
 def _cells_of(block: Any, base: Recipe, seeds: Sequence[int] | None, origin: str) -> Iterator[Cell]:
-    from loopformers.training.recipe_file import override
-
     if not isinstance(block, Mapping) or not block:
         raise ConfigError(f"{origin} is {block!r}, and must be a mapping from axis to values")
     if seeds is not None:

@@ -36,6 +36,7 @@ __all__ = [
     "Field",
     "dump",
     "find",
+    "find_yaml",
     "load",
     "override",
     "recipe_fields",
@@ -43,6 +44,7 @@ __all__ = [
     "save",
     "shipped",
     "type_name",
+    "yaml_names",
 ]
 
 RECIPES_DIR = Path(__file__).parent.parent / "recipes"
@@ -56,7 +58,7 @@ ENV_PREFIX = "LOOPFORMERS"
 
 def shipped() -> tuple[str, ...]:
     """Return the names of the recipes that ship with this package."""
-    return tuple(sorted(path.stem for path in RECIPES_DIR.glob("*.yaml")))
+    return yaml_names(RECIPES_DIR)
 
 
 def find(name: str | os.PathLike[str]) -> Path:
@@ -65,15 +67,37 @@ def find(name: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigError: There is none.
     """
+    return find_yaml("recipe", name, RECIPES_DIR)
+
+
+def find_yaml(kind: str, name: str | os.PathLike[str], shipped_in: Path) -> Path:
+    """Return the YAML file of a path, or of the name of one that ships with this package.
+
+    Args:
+        kind: What it holds, for errors.
+        name: A path, or a name; a file that exists wins over a name.
+        shipped_in: Folder of those that ship.
+
+    Raises:
+        ConfigError: There is none.
+    """
     path = Path(name).expanduser()
     if path.is_file():
         return path
-    if str(name) in shipped():
-        return RECIPES_DIR / f"{name}.yaml"
+    names = yaml_names(shipped_in)
+    if str(name) in names:
+        return shipped_in / f"{name}.yaml"
     if path.suffix in SUFFIXES or path.exists() or path.name != str(name):
-        kind = "a folder" if path.is_dir() else "no file"
-        raise ConfigError(f"recipe={str(name)!r} is {kind} (working folder {os.getcwd()!r}); give a recipe's YAML file")
-    raise ConfigError(unknown_name("recipe", str(name), shipped()) + "; or give the path of a YAML file")
+        found = "a folder" if path.is_dir() else "no file"
+        raise ConfigError(
+            f"{kind}={str(name)!r} is {found} (working folder {os.getcwd()!r}); give a {kind}'s YAML file"
+        )
+    raise ConfigError(unknown_name(kind, str(name), names) + "; or give the path of a YAML file")
+
+
+def yaml_names(folder: Path) -> tuple[str, ...]:
+    """Return the names of a folder's YAML files."""
+    return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
 
 
 def load(name: str | os.PathLike[str]) -> Recipe:
