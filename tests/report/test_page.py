@@ -12,7 +12,8 @@ import pytest
 from loopformers.errors import ConfigError
 from loopformers.report import page as page_module
 from loopformers.report.page import Page, Picture, Prose, Sample, Section, save_page
-from loopformers.report.plots import INK, PAPER, Curve, figure_bytes, plot_budgets
+from loopformers.report.plots import Curve, figure_bytes, plot_budgets
+from loopformers.report.style import INK, PAPER
 from loopformers.report.tables import Column, Table
 
 VOID = {"meta", "img", "link", "br", "hr", "input"}

@@ -6,7 +6,8 @@ import pytest
 
 from loopformers.errors import ConfigError
 from loopformers.report.panels import Axis, Line, LinePanel, plot_line_panels, plot_map_panels
-from loopformers.report.plots import INK, PALETTE, ResidualMap, figure_bytes
+from loopformers.report.plots import ResidualMap, figure_bytes
+from loopformers.report.style import INK, PALETTE
 
 X, Y = Axis(label="step"), Axis(label="loss (nats)", levels={"unigram level": 6.4})
 

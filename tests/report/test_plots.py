@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from loopformers.errors import ConfigError
 from loopformers.report import plots
 from loopformers.report.plots import (
-    PALETTE,
     Curve,
     Panel,
     ResidualMap,
@@ -31,6 +30,7 @@ from loopformers.report.plots import (
     plot_residual_norms,
     save_figure,
 )
+from loopformers.report.style import PALETTE
 
 STEPS = list(range(1, 32))
 

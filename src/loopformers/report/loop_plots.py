@@ -11,18 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from loopformers.errors import ConfigError
-from loopformers.report.plots import (
-    INK,
-    MUTED,
-    PALETTE,
-    WIDTH_INCHES,
-    Curve,
-    _figure,
-    _legend,
-    _plot_counts,
-    _style,
-    _styles,
-)
+from loopformers.report.plots import Curve, plot_counts
+from loopformers.report.style import INK, MUTED, PALETTE, house_style, line_styles, new_figure, shared_legend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -115,7 +105,7 @@ def plot_over_loops(curves: Sequence[Curve], *, y_label: str, log: bool = False)
     Raises:
         ConfigError: No curves.
     """
-    return _plot_counts(curves, x_label="loop", y_label=y_label, log_x=False, log_y=log, marked={})
+    return plot_counts(curves, x_label="loop", y_label=y_label, log_x=False, log_y=log, marked={})
 
 
 def plot_similarity_maps(maps: Sequence[SimilarityMap], *, label: str = "linear CKA") -> Figure:
@@ -130,7 +120,7 @@ def plot_similarity_maps(maps: Sequence[SimilarityMap], *, label: str = "linear 
     """
     if not maps:
         raise ConfigError("a figure of 0 maps shows nothing; give at least one")
-    with _style():
+    with house_style():
         import numpy as np
         from matplotlib.ticker import MaxNLocator
 
@@ -139,7 +129,7 @@ def plot_similarity_maps(maps: Sequence[SimilarityMap], *, label: str = "linear 
         known = [value for m in maps for row in m.values for value in row if math.isfinite(value)]
         lowest = min(known, default=0.0)
         low = min(math.floor(lowest * 100) / 100, 0.99)  # a scale that ends at round numbers, and is never empty
-        figure, axes = _grid(rows, columns, height=0.6 + rows * (0.65 + 4.4 / columns))
+        figure, axes = new_figure(rows=rows, columns=columns, share_x=False, height=0.6 + rows * (0.65 + 4.4 / columns))
         image: Any = None
         for m, ax in zip(maps, axes, strict=False):
             size = len(m.values)
@@ -173,9 +163,9 @@ def plot_paths(panels: Sequence[PathPanel], *, x_label: str, y_label: str) -> Fi
     """
     if not panels:
         raise ConfigError("a figure of 0 panels shows nothing; give at least one")
-    with _style():
-        figure, axes = _grid(1, len(panels), height=1.4 + 4.1 / len(panels), share=True)
-        styles = _styles([label for panel in panels for label, _ in panel.paths])
+    with house_style():
+        figure, axes = new_figure(columns=len(panels), height=1.4 + 4.1 / len(panels), share_y=True)
+        styles = line_styles([label for panel in panels for label, _ in panel.paths])
         for panel, ax in zip(panels, axes, strict=True):
             for path in panel.token_paths:
                 ax.plot(*zip(*path, strict=True), color=MUTED, linewidth=0.6, alpha=0.5)
@@ -195,7 +185,7 @@ def plot_paths(panels: Sequence[PathPanel], *, x_label: str, y_label: str) -> Fi
         axes[0].set(
             **_square([path for panel in panels for path in (*panel.token_paths, *(way for _, way in panel.paths))])
         )  # the others share its limits
-        _legend(figure, axes)
+        shared_legend(figure, axes)
     return figure
 
 
@@ -213,12 +203,12 @@ def plot_lens(grid: LensGrid, *, title: str = "") -> Figure:
         raise ConfigError(
             f"a lens of {len(grid.answers)} loops and {len(grid.given)} positions shows nothing; give both"
         )
-    with _style():
+    with house_style():
         import numpy as np
         from matplotlib.patches import Rectangle
 
         loops, positions = len(grid.answers), len(grid.given)
-        figure, (ax,) = _figure(height=1.5 + 0.3 * loops)
+        figure, (ax,) = new_figure(height=1.5 + 0.3 * loops)
         colours = np.array(grid.probabilities, dtype=float)
         image = ax.pcolormesh(
             np.arange(positions + 1) - 0.5, np.arange(loops + 1) + 0.5, colours, vmin=0, vmax=1, cmap="cividis",
@@ -251,16 +241,6 @@ def plot_lens(grid: LensGrid, *, title: str = "") -> Figure:
 
 
 # -- parts -------------------------------------------------------------------------------------------------------
-
-
-def _grid(rows: int, columns: int, *, height: float, share: bool = False) -> tuple[Figure, list[Axes]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False)
-    return figure, list(axes.flat)
 
 
 def _square(paths: Sequence[Path]) -> dict[str, tuple[float, float]]:

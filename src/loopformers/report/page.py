@@ -15,7 +15,7 @@ from pathlib import Path
 
 from loopformers.errors import ConfigError
 from loopformers.files import write_whole
-from loopformers.report.plots import GRID, INK, MUTED, PAPER
+from loopformers.report.style import GRID, INK, MUTED, PAPER
 from loopformers.report.tables import Table
 
 __all__ = ["Block", "Page", "Picture", "Prose", "Sample", "Section", "save_page"]

@@ -8,19 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from loopformers.errors import ConfigError
-from loopformers.report.plots import (
-    INK,
-    MUTED,
-    ResidualMap,
-    _drawable,
-    _edges,
-    _is_positive,
-    _legend,
-    _log_axis,
-    _style,
-    _styles,
-    _ticks,
-)
+from loopformers.report.plots import ResidualMap, draw_residual_maps, positive_norms, same_depth
+from loopformers.report.style import INK, MUTED, drawable, house_style, line_styles, log_axis, new_figure, shared_legend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -125,16 +114,16 @@ def plot_line_panels(
     """
     if not panels:
         raise ConfigError("a figure of 0 panels shows nothing; give at least one")
-    with _style():
+    with house_style():
         size = WITH_LEGEND_INCHES if own_legends else PANEL_INCHES
         figure, axes = _grid(len(panels), columns, x.label, y.label, share_y=True, size=size)
         lines = [line for panel in panels for line in panel.lines]
-        styles = _styles([*labels, *(line.label for line in lines)])
+        styles = line_styles([*labels, *(line.label for line in lines)])
         for panel, ax in zip(panels, axes, strict=True):
             ax.set_title(panel.title)
             if own_legends:
-                styles = _styles([line.label for line in panel.lines if line.label not in labels])
-                styles |= {label: {**style, "color": INK} for label, style in _styles(labels).items()}
+                styles = line_styles([line.label for line in panel.lines if line.label not in labels])
+                styles |= {label: {**style, "color": INK} for label, style in line_styles(labels).items()}
             for line in panel.lines:
                 _draw(ax, line, styles[line.label], log=y.log)
             for label, level in y.levels.items():
@@ -142,7 +131,7 @@ def plot_line_panels(
         positions = [position for line in lines for position in line.x]
         values = [v for line in lines for v in (*line.y, *line.low, *line.high) if v is not None]
         if x.log:
-            _log_axis(axes[0], "x", positions)
+            log_axis(axes[0], "x", positions)
         elif x.at_values:
             from matplotlib.ticker import FixedLocator, MaxNLocator
 
@@ -151,14 +140,14 @@ def plot_line_panels(
                 FixedLocator(distinct) if len(distinct) <= MOST_MARKED else MaxNLocator(nbins=8, integer=True)
             )
         if y.log:
-            _log_axis(axes[0], "y", [*values, *y.levels.values()])
+            log_axis(axes[0], "y", [*values, *y.levels.values()])
         if y.limits is not None:
             axes[0].set_ylim(*y.limits)
         if own_legends:
             for ax in axes:
                 ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.02), borderaxespad=0.2)
         else:
-            _legend(figure, axes)
+            shared_legend(figure, axes)
     return figure
 
 
@@ -168,35 +157,10 @@ def plot_map_panels(maps: Sequence[ResidualMap], *, columns: int = 3) -> Figure:
     Raises:
         ConfigError: No maps, or no positive norm in any of them.
     """
-    values = [value for m in maps for row in m.norms for value in row if _is_positive(value)]
-    if not values:
-        raise ConfigError(f"{len(maps)} residual maps hold no positive norm, so there is nothing to draw; give records")
-    with _style():
-        import numpy as np
-        from matplotlib.colors import LogNorm
-        from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-        same_depth = len({len(m.norms[0]) for m in maps}) == 1
-        figure, axes = _grid(len(maps), columns, "step (optimiser updates)", "loop", share_y=same_depth)
-        low, high = min(values), max(values)
-        norm = LogNorm(vmin=low, vmax=high if high > low else low * 1.01)
-        image: Any = None
-        for m, ax in zip(maps, axes, strict=True):
-            grid = np.array([[v if _is_positive(v) else math.nan for v in row] for row in m.norms], dtype=float).T
-            image = ax.pcolormesh(
-                _edges(m.steps),
-                np.arange(len(grid) + 1) + 0.5,
-                np.ma.masked_invalid(grid),
-                norm=norm,
-                cmap="cividis",
-                rasterized=True,
-            )
-            ax.set_title(m.label)
-            ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-            ax.grid(visible=False)
-        bar = figure.colorbar(image, ax=axes, label="mean L2 norm of a token", pad=0.02)
-        _ticks(bar.ax.yaxis, values)
-        bar.ax.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+    values = positive_norms(maps)
+    with house_style():
+        figure, axes = _grid(len(maps), columns, "step (optimiser updates)", "loop", share_y=same_depth(maps))
+        draw_residual_maps(figure, axes, maps, values)
     return figure
 
 
@@ -210,15 +174,16 @@ def _grid(
     size: tuple[float, float] = PANEL_INCHES,
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure and its first `count` axes; each panel without one below it carries the label of the x axis."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     width, height = size
-    figure = Figure(figsize=(0.7 + width * max(columns, 1.5), 0.8 + height * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = list(figure.subplots(rows, columns, sharex=True, sharey=share_y, squeeze=False).flat)
+    figure, axes = new_figure(
+        rows=rows,
+        columns=columns,
+        width=0.7 + width * max(columns, 1.5),
+        height=0.8 + height * rows,
+        share_y=share_y,
+    )
     for number, ax in enumerate(axes[:count]):
         if number % columns == 0:
             ax.set_ylabel(y_label.replace(" (", "\n("))  # the unit on a line of its own: panels are low
@@ -231,9 +196,9 @@ def _grid(
 
 
 def _draw(ax: Axes, line: Line, style: Mapping[str, Any], *, log: bool) -> None:
-    y = [_drawable(value, log) for value in line.y]
+    y = [drawable(value, log) for value in line.y]
     if line.low:
-        low, high = ([_drawable(value, log) for value in values] for values in (line.low, line.high))
+        low, high = ([drawable(value, log) for value in values] for values in (line.low, line.high))
         if len(line.x) > 1:
             ax.fill_between(line.x, low, high, color=style["color"], alpha=0.2, linewidth=0)
         else:

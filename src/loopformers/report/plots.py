@@ -1,25 +1,33 @@
 """Plots of training and evaluation, each a matplotlib `Figure` that no global state knows of.
 
-Colours are those of Okabe and Ito (2008), which stay apart under every common colour blindness, less black and yellow,
-which vanish on dark and on light paper; line styles and markers tell curves apart where there is no colour. matplotlib is
-imported inside functions. Figures are built on matplotlib's defaults, whatever a user's matplotlibrc says.
+See `style` for what they are drawn with. matplotlib is imported inside functions.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
-import itertools
 import math
 import os
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal
 
 from loopformers.errors import ConfigError, unknown_name
 from loopformers.files import write_whole
+from loopformers.report.style import (
+    MUTED,
+    cell_edges,
+    drawable,
+    house_style,
+    is_positive,
+    line_styles,
+    log_axis,
+    new_figure,
+    plain_ticks,
+    running_median,
+    shared_legend,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,11 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FIGURE_FORMATS",
-    "GRID",
-    "INK",
-    "MUTED",
-    "PALETTE",
-    "PAPER",
     "Curve",
     "FigureFormat",
     "Panel",
@@ -47,12 +50,6 @@ __all__ = [
     "save_figure",
 ]
 
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-"""Blue, vermilion, bluish green, reddish purple, sky blue, orange."""
-
-LINE_STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
-MARKERS = ("o", "s", "^", "D", "v", "P")
-
 RING: Mapping[str, Any] = {
     "marker": "o",
     "markersize": 11,
@@ -62,48 +59,10 @@ RING: Mapping[str, Any] = {
 }
 """Marks the budget that a model was trained at."""
 
-INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#d1d9e0", "#ffffff"
-"""Text; ticks and reference lines; grid lines; background. A page in dark mode replaces these four by name."""
-
-WIDTH_INCHES = 5.2
-"""Narrow enough that text stays legible where a figure is scaled to a telephone."""
-
 FigureFormat = Literal["svg", "png"]
 FIGURE_FORMATS = ("svg", "png")
 
 PNG_DPI = 200
-
-STYLE: Mapping[str, Any] = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": MUTED,
-    "axes.facecolor": PAPER,
-    "axes.grid": True,
-    "axes.labelcolor": INK,
-    "axes.labelsize": 9.5,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlecolor": INK,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10,
-    "figure.facecolor": PAPER,
-    "font.size": 9.5,
-    "grid.color": GRID,
-    "grid.linewidth": 0.6,
-    "legend.fontsize": 9.5,
-    "legend.frameon": False,
-    "legend.handlelength": 2.8,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 4.5,
-    "savefig.facecolor": PAPER,
-    "svg.hashsalt": "loopformers",  # equal figures are equal files
-    "text.color": INK,
-    "xtick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "xtick.labelsize": 8.5,
-    "ytick.color": MUTED,
-    "ytick.labelcolor": INK,
-    "ytick.labelsize": 8.5,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,13 +173,13 @@ def plot_over_steps(panels: Sequence[Panel], *, x_label: str = "step (optimiser 
     """
     if not panels:
         raise ConfigError("a figure of 0 panels shows nothing; give at least one")
-    with _style():
-        figure, axes = _figure(rows=len(panels), height=0.6 + 2.1 * len(panels))
-        styles = _styles([curve.label for panel in panels for curve in panel.curves])
+    with house_style():
+        figure, axes = new_figure(rows=len(panels), height=0.6 + 2.1 * len(panels))
+        styles = line_styles([curve.label for panel in panels for curve in panel.curves])
         for panel, ax in zip(panels, axes, strict=True):
             _draw_panel(ax, panel, styles)
         axes[-1].set_xlabel(x_label)
-        _legend(figure, axes)
+        shared_legend(figure, axes)
     return figure
 
 
@@ -237,7 +196,7 @@ def plot_residual_norms(
     Raises:
         ConfigError: No curves.
     """
-    return _plot_counts(curves, x_label="loop", y_label=y_label, log_x=False, log_y=log, marked={})
+    return plot_counts(curves, x_label="loop", y_label=y_label, log_x=False, log_y=log, marked={})
 
 
 def plot_residual_maps(maps: Sequence[ResidualMap]) -> Figure:
@@ -246,39 +205,60 @@ def plot_residual_maps(maps: Sequence[ResidualMap]) -> Figure:
     Raises:
         ConfigError: No maps, or no positive norm in any of them.
     """
-    values = [value for m in maps for row in m.norms for value in row if _is_positive(value)]
+    values = positive_norms(maps)
+    with house_style():
+        figure, axes = new_figure(rows=len(maps), height=0.7 + 1.7 * len(maps), share_y=same_depth(maps))
+        draw_residual_maps(figure, axes, maps, values)
+        for ax in axes:
+            ax.set_ylabel("loop")
+        axes[-1].set_xlabel("step (optimiser updates)")
+    return figure
+
+
+def positive_norms(maps: Sequence[ResidualMap]) -> list[float]:
+    """Return the norms that a logarithmic scale can show.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    values = [value for m in maps for row in m.norms for value in row if is_positive(value)]
     if not values:
         raise ConfigError(f"{len(maps)} residual maps hold no positive norm, so there is nothing to draw; give records")
-    with _style():
-        import numpy as np
-        from matplotlib.colors import LogNorm
-        from matplotlib.ticker import FuncFormatter, MaxNLocator
+    return values
 
-        same_depth = len({len(m.norms[0]) for m in maps}) == 1
-        figure, axes = _figure(rows=len(maps), height=0.7 + 1.7 * len(maps), share_y=same_depth)
-        low, high = min(values), max(values)
-        norm = LogNorm(vmin=low, vmax=high if high > low else low * 1.01)
-        image: Any = None
-        for m, ax in zip(maps, axes, strict=True):
-            grid = np.array([[v if _is_positive(v) else math.nan for v in row] for row in m.norms], dtype=float).T
-            edges = _edges(m.steps)
-            image = ax.pcolormesh(
-                edges,
-                np.arange(len(grid) + 1) + 0.5,
-                np.ma.masked_invalid(grid),
-                norm=norm,
-                cmap="cividis",
-                rasterized=True,
-            )
-            ax.set_title(m.label)
-            ax.set_ylabel("loop")
-            ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-            ax.grid(visible=False)
-        axes[-1].set_xlabel("step (optimiser updates)")
-        bar = figure.colorbar(image, ax=list(axes), label="mean L2 norm of a token", pad=0.02)
-        _ticks(bar.ax.yaxis, values)
-        bar.ax.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
-    return figure
+
+def same_depth(maps: Sequence[ResidualMap]) -> bool:
+    """Whether all maps have as many loops."""
+    return len({len(m.norms[0]) for m in maps}) == 1
+
+
+def draw_residual_maps(
+    figure: Figure, axes: Sequence[Axes], maps: Sequence[ResidualMap], values: Sequence[float]
+) -> None:
+    """Draw one map on each of the axes, and the scale of all of them, which holds `values`, beside these."""
+    import numpy as np
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    low, high = min(values), max(values)
+    norm = LogNorm(vmin=low, vmax=high if high > low else low * 1.01)
+    image: Any = None
+    for m, ax in zip(maps, axes, strict=True):
+        grid = np.array([[v if is_positive(v) else math.nan for v in row] for row in m.norms], dtype=float).T
+        image = ax.pcolormesh(
+            cell_edges(m.steps),
+            np.arange(len(grid) + 1) + 0.5,
+            np.ma.masked_invalid(grid),
+            norm=norm,
+            cmap="cividis",
+            rasterized=True,
+        )
+        ax.set_title(m.label)
+        ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+        ax.grid(visible=False)
+    bar = figure.colorbar(image, ax=list(axes), label="mean L2 norm of a token", pad=0.02)
+    plain_ticks(bar.ax.yaxis, values)
+    bar.ax.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
 
 
 def plot_budgets(
@@ -304,7 +284,7 @@ def plot_budgets(
     marked = dict(trained_loops or {})
     if unknown := sorted(marked.keys() - {curve.label for curve in curves}):
         raise ConfigError(unknown_name("trained_loops", unknown[0], [curve.label for curve in curves]))
-    return _plot_counts(curves, x_label=x_label, y_label=y_label, log_x=True, log_y=log_y, marked=marked)
+    return plot_counts(curves, x_label=x_label, y_label=y_label, log_x=True, log_y=log_y, marked=marked)
 
 
 def plot_points(curves: Sequence[Curve], *, x_label: str, y_label: str) -> Figure:
@@ -320,18 +300,18 @@ def plot_points(curves: Sequence[Curve], *, x_label: str, y_label: str) -> Figur
     """
     if not curves:
         raise ConfigError("a figure of 0 curves shows nothing; give at least one")
-    with _style():
-        figure, (ax,) = _figure(height=3.1)
-        styles = _styles([curve.label for curve in curves[1:]])
+    with house_style():
+        figure, (ax,) = new_figure(height=3.1)
+        styles = line_styles([curve.label for curve in curves[1:]])
         crowd = curves[0]
-        ax.plot(crowd.x, [_drawable(y, False) for y in crowd.y], "o", color=MUTED, alpha=0.6, label=crowd.label)
+        ax.plot(crowd.x, [drawable(y, False) for y in crowd.y], "o", color=MUTED, alpha=0.6, label=crowd.label)
         for curve in curves[1:]:
             style = {"color": styles[curve.label]["color"], "marker": styles[curve.label]["marker"]}
-            y = [_drawable(value, False) for value in curve.y]
+            y = [drawable(value, False) for value in curve.y]
             ax.plot(curve.x, y, label=curve.label, **{**RING, **style, "markersize": 9})
         ax.set_xlabel(x_label)
         ax.set_ylabel(y_label)
-        _legend(figure, [ax])
+        shared_legend(figure, [ax])
     return figure
 
 
@@ -348,7 +328,7 @@ def figure_bytes(figure: Figure, kind: FigureFormat = "svg") -> bytes:
         raise ConfigError(unknown_name("kind", kind, FIGURE_FORMATS))
     buffer = io.BytesIO()
     metadata = {"Date": None, "Creator": None, "Format": None, "Type": None} if kind == "svg" else {"Software": None}
-    with _style():  # ticks are made when a figure is drawn
+    with house_style():  # ticks are made when a figure is drawn
         figure.savefig(buffer, format=kind, dpi=PNG_DPI, metadata=metadata)
     return buffer.getvalue()
 
@@ -369,72 +349,40 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 # -- parts -------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _style() -> Iterator[None]:
-    import matplotlib
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)
-        yield
-
-
-def _figure(*, rows: int = 1, height: float, share_y: bool = False) -> tuple[Figure, Sequence[Axes]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, 1, sharex=True, sharey=share_y, squeeze=False)[:, 0]
-    return figure, list(axes)
-
-
-def _styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Give each label, in order of first appearance, its own colour, line style and marker."""
-    styles = {}
-    for i, label in enumerate(dict.fromkeys(labels)):
-        turn = i + i // len(PALETTE)  # a second round of colours takes other line styles
-        styles[label] = {
-            "color": PALETTE[i % len(PALETTE)],
-            "linestyle": LINE_STYLES[turn % len(LINE_STYLES)],
-            "marker": MARKERS[turn % len(MARKERS)],
-        }
-    return styles
-
-
 def _draw_panel(ax: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> None:
     title = panel.title
     values: list[float] = list(panel.levels.values())
     for curve in panel.curves:
         style = {**styles[curve.label], "marker": "" if len(curve.x) > 1 else styles[curve.label]["marker"]}
-        y = [_drawable(value, panel.log) for value in curve.y]
+        y = [drawable(value, panel.log) for value in curve.y]
         values += y
         if panel.smoothing > 1:
             ax.plot(curve.x, y, color=style["color"], linewidth=0.7, alpha=0.35)
-            y = _running_median(y, panel.smoothing)
+            y = running_median(y, panel.smoothing)
         ax.plot(curve.x, y, label=curve.label, **style)
     if panel.smoothing > 1:
         title = f"{title}, with a running median of {panel.smoothing} values".removeprefix(", ")
     for label, level in panel.levels.items():
         ax.axhline(level, label=label, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2)
     if panel.log:
-        _log_axis(ax, "y", values)
+        log_axis(ax, "y", values)
     ax.set_title(title)
     ax.set_ylabel(panel.y_label)
 
 
-def _plot_counts(
+def plot_counts(
     curves: Sequence[Curve], *, x_label: str, y_label: str, log_x: bool, log_y: bool, marked: Mapping[str, float]
 ) -> Figure:
+    """Draw curves over counts. `marked`: by label, the place of a ring."""
     if not curves:
         raise ConfigError("a figure of 0 curves shows nothing; give at least one")
-    with _style():
+    with house_style():
         from matplotlib.ticker import FixedLocator, MaxNLocator
 
-        figure, (ax,) = _figure(height=3.1)
-        styles = _styles([curve.label for curve in curves])
+        figure, (ax,) = new_figure(height=3.1)
+        styles = line_styles([curve.label for curve in curves])
         for curve in curves:
-            y = [_drawable(value, log_y) for value in curve.y]
+            y = [drawable(value, log_y) for value in curve.y]
             ax.plot(curve.x, y, label=curve.label, **styles[curve.label])
             trained = marked.get(curve.label)
             if trained is not None and trained in curve.x:
@@ -443,85 +391,14 @@ def _plot_counts(
         if any(curve.label in marked for curve in curves):
             ax.plot([], [], color=MUTED, label="trained budget", **RING)
         if log_x:
-            _log_axis(ax, "x", [x for curve in curves for x in curve.x])
+            log_axis(ax, "x", [x for curve in curves for x in curve.x])
         else:
             deepest = max((x for curve in curves for x in curve.x), default=1)
             every_loop = FixedLocator(range(1, int(deepest) + 1))
             ax.xaxis.set_major_locator(every_loop if deepest <= 16 else MaxNLocator(nbins=12, integer=True))
         if log_y:
-            _log_axis(ax, "y", [value for curve in curves for value in curve.y if value is not None])
+            log_axis(ax, "y", [value for curve in curves for value in curve.y if value is not None])
         ax.set_xlabel(x_label)
         ax.set_ylabel(y_label)
-        _legend(figure, [ax])
+        shared_legend(figure, [ax])
     return figure
-
-
-def _log_axis(ax: Axes, which: Literal["x", "y"], values: Sequence[float]) -> None:
-    positive = [value for value in values if _is_positive(value)]
-    if not positive:
-        return  # a logarithmic axis without a positive value cannot be drawn
-    set_scale = ax.set_xscale if which == "x" else ax.set_yscale
-    set_scale("log")
-    _ticks(ax.xaxis if which == "x" else ax.yaxis, positive, at_values=which == "x")
-
-
-def _ticks(axis: Any, values: Sequence[float], *, at_values: bool = False) -> None:
-    """Label a logarithmic axis with plain numbers: at the values themselves when they are few, else at round numbers."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
-    low, high = min(values), max(values)
-    distinct = sorted(set(values))
-    spread = math.log10(high / low) if high > low else 0.0
-    if at_values and len(distinct) <= 10:
-        axis.set_major_locator(FixedLocator(distinct))
-    elif spread < 1:
-        axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
-    elif spread < 3:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    else:
-        axis.set_major_locator(LogLocator(numticks=7))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
-
-
-def _plain(value: float) -> str:
-    return f"{value:,.0f}" if 1000 <= value < 1e6 and value == round(value) else f"{value:g}"
-
-
-def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    entries: dict[str, Any] = {}
-    for ax in axes:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
-    if entries:
-        longest = max(map(len, entries))
-        characters = int(68 * figure.get_figwidth() / WIDTH_INCHES)
-        columns = max(1, min(len(entries), characters // (longest + 9)))
-        figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=columns)
-
-
-def _drawable(value: float | None, log: bool) -> float:
-    if value is None or not math.isfinite(value) or (log and value <= 0):
-        return math.nan
-    return float(value)
-
-
-def _is_positive(value: float | None) -> TypeGuard[float]:
-    return value is not None and math.isfinite(value) and value > 0
-
-
-def _running_median(values: Sequence[float], window: int) -> list[float]:
-    half = window // 2
-    smoothed = []
-    for i, value in enumerate(values):
-        near = [v for v in values[max(0, i - half) : i + half + 1] if not math.isnan(v)]
-        smoothed.append(math.nan if math.isnan(value) else statistics.median(near))
-    return smoothed
-
-
-def _edges(steps: Sequence[float]) -> list[float]:
-    """Borders of cells around rising positions: halfway to each neighbour."""
-    if len(steps) == 1:
-        return [steps[0] - 0.5, steps[0] + 0.5]
-    middles = [(a + b) / 2 for a, b in itertools.pairwise(steps)]
-    return [2 * steps[0] - middles[0], *middles, 2 * steps[-1] - middles[-1]]

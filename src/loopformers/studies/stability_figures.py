@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopformers.report.panels import Axis, Line, LinePanel, plot_line_panels, plot_map_panels
-from loopformers.report.plots import ResidualMap, _running_median
+from loopformers.report.plots import ResidualMap
+from loopformers.report.style import running_median
 from loopformers.studies.group_figures import StudyFigure, line_of, unigram_level
 from loopformers.studies.group_tables import NATS
 from loopformers.studies.groups import Group, Groups, Spread, variant_name
@@ -246,7 +247,7 @@ def _over_steps(group: Group, key: str, *, smoothing: int) -> tuple[list[float],
     smoothed: list[Mapping[float, float]] = []
     for result in group.results:
         steps, values = result.curves.get("step") or [], result.curves.get(key) or []
-        curve = _running_median([math.nan if value is None else value for value in values], smoothing)
+        curve = running_median([math.nan if value is None else value for value in values], smoothing)
         smoothed.append(dict(zip(steps, curve, strict=True)))
     steps = sorted({step for curve in smoothed for step in curve})
     return steps, [Spread.of(curve.get(step) for curve in smoothed) for step in steps]
