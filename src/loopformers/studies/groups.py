@@ -139,6 +139,10 @@ class Groups:
         """Return the groups of more than one loop."""
         return [group for group in self.all if group.loops > 1]
 
+    def looped_of(self, system: str, variant: Variant) -> list[Group]:
+        """Return the groups of more than one loop of a system and variant, in order of their loops."""
+        return [group for group in self.looped() if (group.system, group.variant) == (system, variant)]
+
     def find(self, system: str, loops: int, variant: Variant = ()) -> Group | None:
         """Return one group, or None."""
         return next((g for g in self.all if (g.system, g.loops, g.variant) == (system, loops, variant)), None)

@@ -98,7 +98,7 @@ def _lt_rises(groups: Groups, variant: Variant) -> Claim:
 
 def _flt_is_flat(groups: Groups, variant: Variant) -> Claim:
     statement = f"flt's loss stays within {LARGEST_SPREAD} nats over T"
-    found = _all_loops(groups, "flt", variant)
+    found = groups.looped_of("flt", variant)
     losses = _losses(found)
     if len(losses) < 2:
         return Claim.of_paper(statement, variant, None)
@@ -121,7 +121,7 @@ def _others_collapse(groups: Groups, variant: Variant) -> Claim:
 
 def _flt_improves(groups: Groups, variant: Variant) -> Claim:
     statement = "flt improves with every added loop, T = 1 included (the paper's full size, from T = 3)"
-    found = _all_loops(groups, "flt", variant)
+    found = groups.looped_of("flt", variant)
     once = groups.one_pass(found[0]) if found else None
     if once is None or len(found) < 2:
         return Claim.of_paper(statement, variant, None)
@@ -129,10 +129,6 @@ def _flt_improves(groups: Groups, variant: Variant) -> Claim:
     losses = _losses(chain)
     falls = all(later < earlier for earlier, later in itertools.pairwise(losses))
     return Claim.of_paper(statement, variant, falls, _listed([group.loops for group in chain], losses))
-
-
-def _all_loops(groups: Groups, system: str, variant: Variant) -> list[Group]:
-    return [g for g in groups.looped() if (g.system, g.variant) == (system, variant)]
 
 
 def _losses(groups: Sequence[Group]) -> list[float]:

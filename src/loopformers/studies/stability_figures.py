@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loopformers.report.panels import Axis, Line, LinePanel, plot_line_panels, plot_map_panels
 from loopformers.report.plots import ResidualMap
@@ -14,9 +14,6 @@ from loopformers.studies.group_tables import NATS
 from loopformers.studies.groups import Group, Groups, Spread, variant_name
 from loopformers.studies.measures import budget_losses, loss
 from loopformers.studies.results import CellResult
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["stability_figures"]
 
@@ -41,7 +38,7 @@ def final_losses(groups: Groups) -> StudyFigure | None:
     for variant in groups.variants:
         lines = []
         for system in groups.systems:
-            own = [group for group in groups.looped() if (group.system, group.variant) == (system, variant)]
+            own = groups.looped_of(system, variant)
             if own:
                 once = groups.one_pass(own[0])
                 chain = own if once is None else [once, *own]
@@ -71,15 +68,13 @@ def training_losses(groups: Groups) -> StudyFigure | None:
         steps, spreads = _over_steps(group, "loss", smoothing=SMOOTHING)
         return line_of(_loops(group), steps, spreads) if steps else None
 
-    panels = _by_system(groups, line)
-    if not panels:
-        return None
-    return StudyFigure(
+    return _panels_by_system(
+        groups,
+        line,
         name="training-loss",
-        figure=_draw(
-            groups, panels, x=Axis(label=STEPS), y=Axis(label=f"training loss ({NATS})", levels=unigram_level(groups))
-        ),
-        alt="Training loss by step, one panel for each of " + ", ".join(panel.title for panel in panels),
+        what="Training loss by step",
+        x=Axis(label=STEPS),
+        y=Axis(label=f"training loss ({NATS})", levels=unigram_level(groups)),
         caption="A run that stays at the unigram level has learned how often tokens occur and nothing about context.",
         formula=f"cross entropy of the deepest trained loop, running median of {SMOOTHING} updates: median over seeds, and range",
     )
@@ -92,13 +87,13 @@ def gradient_norms(groups: Groups) -> StudyFigure | None:
         curves = group.results[0].curves
         return Line(label=_loops(group), x=curves["step"], y=curves["gradient_norm"]) if curves.get("step") else None
 
-    panels = _by_system(groups, line)
-    if not panels:
-        return None
-    return StudyFigure(
+    return _panels_by_system(
+        groups,
+        line,
         name="gradient-norm",
-        figure=_draw(groups, panels, x=Axis(label=STEPS), y=Axis(label="L2 norm before clipping", log=True)),
-        alt="Gradient norm by step, one panel for each of " + ", ".join(panel.title for panel in panels),
+        what="Gradient norm by step",
+        x=Axis(label=STEPS),
+        y=Axis(label="L2 norm before clipping", log=True),
         caption="One set of weights collects gradient from every loop. A norm that swings from step to step is oscillation.",
         formula=f"global L2 norm of the gradient before clipping, seed {_first_seed(groups)}, every update",
     )
@@ -113,18 +108,13 @@ def residual_norms(groups: Groups) -> StudyFigure | None:
             return None
         return line_of(_loops(group), list(range(1, group.loops + 1)), spreads)
 
-    panels = _by_system(groups, line)
-    if not panels:
-        return None
-    return StudyFigure(
+    return _panels_by_system(
+        groups,
+        line,
         name="residual-norm",
-        figure=_draw(
-            groups,
-            panels,
-            x=Axis(label="loop", at_values=True),
-            y=Axis(label="mean L2 norm of a token", log=True),
-        ),
-        alt="Residual norm by loop after training, one panel for each of " + ", ".join(panel.title for panel in panels),
+        what="Residual norm by loop after training",
+        x=Axis(label="loop", at_values=True),
+        y=Axis(label="mean L2 norm of a token", log=True),
         caption="A residual stream that is far above that of other systems, or grows from loop to loop, is what the paper calls "
         "residual explosion.",
         formula="mean over tokens of the L2 norm of the residual stream before each loop's closing norm, mean of the last ten "
@@ -137,7 +127,7 @@ def residual_maps(groups: Groups) -> StudyFigure | None:
     maps = []
     for variant in groups.variants:
         for system in groups.systems:
-            own = [group for group in groups.looped() if (group.system, group.variant) == (system, variant)]
+            own = groups.looped_of(system, variant)
             curves = own[-1].results[0].curves if own else {}
             norms = curves.get("residual_norms") or []
             deepest = max(map(len, norms), default=0)
@@ -167,18 +157,13 @@ def budgets(groups: Groups) -> StudyFigure | None:
         spreads = [Spread.of(budget_losses(result).get(m) for result in group.results) for m in counts]
         return line_of(_loops(group), counts, spreads) if counts else None
 
-    panels = _by_system(groups, line)
-    if not panels:
-        return None
-    return StudyFigure(
+    return _panels_by_system(
+        groups,
+        line,
         name="budgets",
-        figure=_draw(
-            groups,
-            panels,
-            x=Axis(label="loops run (M)", log=True),
-            y=Axis(label=f"validation loss ({NATS})", levels=unigram_level(groups)),
-        ),
-        alt="Validation loss by loops run, one panel for each of " + ", ".join(panel.title for panel in panels),
+        what="Validation loss by loops run",
+        x=Axis(label="loops run (M)", log=True),
+        y=Axis(label=f"validation loss ({NATS})", levels=unigram_level(groups)),
         caption="One model trained at T loops, run at fewer and at more of them. Flat: more loops change nothing.",
         formula="cross entropy of the validation windows at M loops: median over seeds, and range",
     )
@@ -193,15 +178,13 @@ def state_changes(groups: Groups) -> StudyFigure | None:
             return None
         return line_of(_loops(group), list(range(2, group.loops + 1)), spreads)
 
-    panels = _by_system(groups, line)
-    if not panels:
-        return None
-    return StudyFigure(
+    return _panels_by_system(
+        groups,
+        line,
         name="state-change",
-        figure=_draw(
-            groups, panels, x=Axis(label="loop", at_values=True), y=Axis(label="relative change of the state", log=True)
-        ),
-        alt="Relative change of the state by loop, one panel for each of " + ", ".join(panel.title for panel in panels),
+        what="Relative change of the state by loop",
+        x=Axis(label="loop", at_values=True),
+        y=Axis(label="relative change of the state", log=True),
         caption="A change that falls towards zero says that the loops have come to a fixed point: those after it do nothing.",
         formula="mean over tokens of |h_i - h_{i-1}| / |h_{i-1}| on validation windows: median over seeds, and range",
     )
@@ -215,7 +198,7 @@ def _by_system(groups: Groups, make: Callable[[Group], Line | None]) -> list[Lin
     panels = []
     for variant in groups.variants:
         for system in groups.systems:
-            own = [group for group in groups.looped() if (group.system, group.variant) == (system, variant)]
+            own = groups.looped_of(system, variant)
             if not own:
                 continue
             once = groups.one_pass(own[0])
@@ -226,10 +209,29 @@ def _by_system(groups: Groups, make: Callable[[Group], Line | None]) -> list[Lin
     return panels
 
 
-def _draw(groups: Groups, panels: Sequence[LinePanel], *, x: Axis, y: Axis) -> Figure:
-    loops = sorted({group.loops for group in groups})
-    labels = [f"T = {count}" for count in loops]
-    return plot_line_panels(panels, x=x, y=y, columns=_columns(groups), labels=labels)
+def _panels_by_system(
+    groups: Groups,
+    make: Callable[[Group], Line | None],
+    *,
+    name: str,
+    what: str,
+    x: Axis,
+    y: Axis,
+    caption: str,
+    formula: str,
+) -> StudyFigure | None:
+    """Return the figure of `_by_system`'s panels, or None where nothing made a line."""
+    panels = _by_system(groups, make)
+    if not panels:
+        return None
+    labels = [f"T = {count}" for count in sorted({group.loops for group in groups})]
+    return StudyFigure(
+        name=name,
+        figure=plot_line_panels(panels, x=x, y=y, columns=_columns(groups), labels=labels),
+        alt=f"{what}, one panel for each of " + ", ".join(panel.title for panel in panels),
+        caption=caption,
+        formula=formula,
+    )
 
 
 def _columns(groups: Groups) -> int:
