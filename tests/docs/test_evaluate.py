@@ -21,15 +21,7 @@ COMMANDS = re.findall(r"^loopformers (evaluate (?:tasks|table) .*)$", PAGE, flag
 
 
 @needs_package_data
-def test_every_command_on_tasks_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    tokenizer = bundled_tokenizer()
-    for name in ("elastic-flt", "flt"):
-        folder = tmp_path / "runs" / "quickstart" / name
-        tiny_model(name, num_loops=12, vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+def test_every_command_on_tasks_runs(quickstart_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(COMMANDS) >= 5
     others = COMMANDS[0].replace("elastic-flt", "flt") + " --output-dir runs/others"
     for command in (others, *COMMANDS):
@@ -45,7 +37,7 @@ def test_every_command_on_tasks_runs(
             assert "Scores" in output.out
     for name in ("results.json", "table.md", "table.tex", "table.csv", "table.json", "accuracy.svg"):
         assert f"`{name}`" in PAGE
-        assert (tmp_path / "runs" / "both" / name).exists()
+        assert (quickstart_models / "runs" / "both" / name).exists()
 
 
 def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,23 +9,15 @@ from pathlib import Path
 import pytest
 
 from loopformers.cli.main import main
-from loopformers.data.tokenizer import bundled_tokenizer
-from loopformers.testing import tiny_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^loopformers (evaluate perplexity .*)$", PAGE, flags=re.MULTILINE)
 
 
-def test_every_command_on_perplexity_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    tokenizer = bundled_tokenizer()
-    for name in ("elastic-flt", "flt"):
-        folder = tmp_path / "runs" / "quickstart" / name
-        tiny_model(name, num_loops=12, vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    (tmp_path / "book.txt").write_text("The sea lay still, and nobody on the quay said why. " * 20, encoding="utf-8")
+def test_every_command_on_perplexity_runs(quickstart_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (quickstart_models / "book.txt").write_text(
+        "The sea lay still, and nobody on the quay said why. " * 20, encoding="utf-8"
+    )
     assert len(COMMANDS) == 2
     for command in COMMANDS:
         words = ["book.txt" if word == "bundled" else word for word in shlex.split(command)]  # a whole novel takes long
