@@ -2,7 +2,7 @@
 
 The authors' goldens (tests/parity) cover their systems; these cover ours too, the conditioning inits, the attention
 variants and the stages. Rewrite with `python tests/golden/test_presets.py` after a change that should move numbers, and
-say in the commit why it does.
+say in the commit why it does. Numbers that another machine's last digits alone would change are kept as they are.
 """
 
 from __future__ import annotations
@@ -47,6 +47,13 @@ def measure(case):
     return numbers
 
 
+def is_as_it_was(case, expected):
+    """Whether a case's numbers are those of the file."""
+    return all(
+        value == pytest.approx(expected[name], rel=TOLERANCE, abs=1e-12) for name, value in measure(case).items()
+    )
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_preset_gives_the_numbers_it_always_gave(case):
     expected = json.loads(FILE.read_text())[case]
@@ -59,4 +66,8 @@ def test_no_case_is_left_out():
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps({case: measure(case) for case in CASES}, indent=1) + "\n")
+    known = json.loads(FILE.read_text())
+    numbers = {
+        case: known[case] if case in known and is_as_it_was(case, known[case]) else measure(case) for case in CASES
+    }
+    FILE.write_text(json.dumps(numbers, indent=1) + "\n")

@@ -56,14 +56,15 @@ def test_cached_decoding_equals_the_full_forward(preset, num_loops, dtype):
 
 
 @pytest.mark.parametrize("num_loops", range(1, 13))
-@pytest.mark.parametrize("preset", ["lt", "flt", "loopformer", "elastic-flt", "elastic-adapter"])
+@pytest.mark.parametrize("preset", ["lt", "flt", "loopformer", "elastic-flt", "elastic-balanced"])
 def test_every_loop_count_from_1_to_12_is_exact_token_by_token(preset, num_loops):
     check_exact(tiny_model(preset).double(), tokens(1, 5), [1] * 5, num_loops=num_loops)
 
 
 @pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
 @pytest.mark.parametrize(
-    "preset", ["lt", "lt-input", "lt-query", "flt-residual", "flt", "lt-adapter", "loopformer", "elastic-flt"]
+    "preset",
+    ["lt", "lt-input", "lt-query", "flt-residual", "flt", "lt-balanced", "lt-adapter", "loopformer", "elastic-flt"],
 )
 def test_every_attention_variant_is_exact(preset, variant):
     model = tiny_model(preset, **ATTENTION_VARIANTS[variant]).double()

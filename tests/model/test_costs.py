@@ -104,7 +104,7 @@ def test_forward_operations_are_those_that_torch_counts(preset, overrides):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize(
     ("preset", "overrides"),
-    [(preset, {}) for preset in ("lt", "flt", "lt-adapter", "tmlt", "loopformer", "elastic-flt")]
+    [(preset, {}) for preset in ("lt", "flt", "lt-balanced", "lt-adapter", "tmlt", "loopformer", "elastic-flt")]
     + [("flt", VARIANTS[name]) for name in ("latent", "prelude and coda", "windows")]
     + [("loopformer", VARIANTS["prelude and coda"])],
     ids=str,

@@ -32,6 +32,8 @@ def written_out(model, ids, num_loops):
             x = h
         elif name == ("inputs_plus_state", "none"):
             x = norm(e + h)
+        elif name == ("balanced", "none"):
+            x = h + norm(e)
         elif name == ("adapter", "none"):
             x = norm(norm(e) @ core.stream.inputs_proj.weight.T + h @ core.stream.state_proj.weight.T)
         else:
@@ -49,7 +51,7 @@ def written_out(model, ids, num_loops):
 
 
 @pytest.mark.parametrize("num_loops", [1, 2, 5])
-@pytest.mark.parametrize("preset", ["lt", "lt-input", "lt-query", "flt-residual", "flt", "lt-adapter"])
+@pytest.mark.parametrize("preset", ["lt", "lt-input", "lt-query", "flt-residual", "flt", "lt-balanced", "lt-adapter"])
 def test_a_preset_is_its_row_of_the_table(preset, num_loops):
     model = tiny_model(preset).double()
     ids = torch.randint(61, (3, 7))
@@ -65,7 +67,14 @@ def test_an_adapter_starts_as_the_sum_of_normed_inputs_and_state():
 
 def test_the_systems_agree_at_one_loop_and_differ_at_two():
     ids = torch.randint(61, (2, 6))
-    systems = ["lt", "lt-input", "lt-query", "flt-residual", "flt"]  # one draw of weights fits all of these
+    systems = [
+        "lt",
+        "lt-input",
+        "lt-query",
+        "flt-residual",
+        "flt",
+        "lt-balanced",
+    ]  # one draw of weights fits all of these
     once = [tiny_model(name)(ids, num_loops=1).logits for name in systems]
     twice = [tiny_model(name)(ids, num_loops=2).logits for name in systems]
     for i, other in enumerate(systems):

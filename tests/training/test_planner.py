@@ -90,6 +90,7 @@ SYSTEMS: list[tuple[str, dict[str, Any]]] = [
     ("lt-input", {}),
     ("loopformer", {}),
     ("elastic-flt", {}),
+    ("lt-balanced", {}),
     ("lt-adapter", {}),
     ("flt", {"kv_lora_rank": 10}),
 ]

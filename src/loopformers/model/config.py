@@ -96,7 +96,7 @@ class LoopConfig(Costs, PreTrainedConfig):
     """c in c tanh(logits / c); None: no cap."""
 
     stream: str = "inputs"
-    """Where loops after the first start: state, inputs_plus_state, inputs or adapter."""
+    """Where loops after the first start: state, inputs_plus_state, inputs, balanced or adapter."""
     injection: str = "query_all"
     """What layers see of the previous state: none, query_first, query_all or residual_all."""
     loop_norm: bool = True
@@ -174,7 +174,7 @@ class LoopConfig(Costs, PreTrainedConfig):
 
         Args:
             name: `lt lt-input lt-query flt-residual flt`, `base base-loop base-loop-exit tmlt tmlt-exit loopformer`, or one
-                of ours: `lt-adapter`, `elastic-flt`, `elastic-adapter`.
+                of ours: `lt-balanced`, `lt-adapter`, `elastic-balanced`, `elastic-adapter`, `elastic-flt`.
             overrides: Any field.
 
         Raises:

@@ -61,6 +61,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {
     "lt-query": _FLT | {"stream": "inputs", "injection": "query_first"},
     "flt-residual": _FLT | {"stream": "inputs", "injection": "residual_all"},
     "flt": _FLT | {"stream": "inputs", "injection": "query_all"},
+    "lt-balanced": _FLT | {"stream": "balanced", "injection": "none"},
     "lt-adapter": _FLT | {"stream": "adapter", "injection": "none"},
     "base": _BASE | {"num_hidden_layers": 24, "num_loops": 1},
     "base-loop": _BASE,
@@ -69,6 +70,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {
     "tmlt-exit": _TMLT | _SHORTCUT,
     "loopformer": _LOOPFORMER | _SHORTCUT | {"conditioning": "time_and_step", "modulation_init": "zero"},
     "elastic-flt": _FLT | _ELASTIC | {"stream": "inputs", "injection": "query_all"},
+    "elastic-balanced": _FLT | _ELASTIC | {"stream": "balanced", "injection": "none"},
     "elastic-adapter": _FLT | _ELASTIC | {"stream": "adapter", "injection": "none"},
 }
 """Field values by system. Everything that a row leaves out is LoopConfig's default."""

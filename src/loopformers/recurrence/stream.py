@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from loopformers.nn.init import as_role
 
-__all__ = ["STREAMS", "Adapter", "Carry", "Inputs", "InputsPlusState", "Norm", "Stream"]
+__all__ = ["STREAMS", "Adapter", "Balanced", "Carry", "Inputs", "InputsPlusState", "Norm", "Stream"]
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -70,6 +70,18 @@ class Inputs(Stream):
         return self.norm(inputs)
 
 
+class Balanced(Stream):
+    """`x = h + norm(e)`: inputs and state come in at equal size, and no parameter is added.
+
+    Where loops end in a norm both have a root mean square of 1, in every loop and however training moves the embeddings.
+    In `norm(e + h)` the inputs' share is what their rows happen to have grown to.
+    """
+
+    def restart(self, inputs: Tensor, state: Tensor, step_size: float) -> Tensor:
+        """Return the sum of state and normed inputs."""
+        return state + self.norm(inputs)
+
+
 class Adapter(Stream):
     """`x = norm(W_e norm(e) + W_h h)`, both matrices the identity at the start: a learned mix of inputs and state.
 
@@ -93,5 +105,6 @@ STREAMS: dict[str, type[Stream]] = {
     "state": Carry,
     "inputs_plus_state": InputsPlusState,
     "inputs": Inputs,
+    "balanced": Balanced,
     "adapter": Adapter,
 }
