@@ -148,11 +148,13 @@ def _cells_of(block: Any, base: Recipe, seeds: Sequence[int] | None, origin: str
     axes: dict[str, list[tuple[Label, Mapping[str, Any]]]] = {}
     fixed: dict[str, Any] = {}
     for axis, values in block.items():
-        points = _points(str(axis), values, origin)
+        if not isinstance(axis, str):
+            raise ConfigError(f"{origin}: axis {axis!r} is no text; YAML takes on, off, yes, no and numbers for values: quote it")
+        points = _points(axis, values, origin)
         if points is None:
-            fixed[str(axis)] = values
+            fixed[axis] = values
         else:
-            axes[str(axis)] = points
+            axes[axis] = points
     for chosen in itertools.product(*axes.values()):
         fields = {**fixed, **{key: value for _, point in chosen for key, value in point.items()}}
         labels = {axis: label for axis, (label, _) in zip(axes, chosen, strict=True)}
