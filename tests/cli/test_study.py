@@ -118,18 +118,18 @@ def test_the_elastic_study_has_the_same_arguments_and_another_report(
     grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = yaml.safe_load(grid.read_text())
-    content["blocks"] = [{"system": {"elastic-adapter": {"model.preset": "elastic-adapter", "model.num_loops": 2}}}]
+    content["blocks"] = [{"system": {"elastic-balanced": {"model.preset": "elastic-balanced", "model.num_loops": 2}}}]
     grid.write_text(yaml.safe_dump(content))
     folder = tmp_path / "out"
     command = ["study", "elastic", "--output-dir", str(folder)]
     assert main([*command, "--config", str(grid), "--jobs", "1"]) == 0
     out, err = capsys.readouterr()
     assert "Validation loss of one trained model by loops run, M" in out
-    assert "elastic-adapter is stable at T = 2 on every seed" in out
+    assert "elastic-balanced is stable at T = 2 on every seed" in out
     assert "report.html" in err
     assert main([*command, "--report-only", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert [row["system"] for row in shown["tables"]["controls"]["rows"]] == ["elastic-adapter"] * 2
+    assert [row["system"] for row in shown["tables"]["controls"]["rows"]] == ["elastic-balanced"] * 2
     assert shown["missing"] == []
 
 

@@ -26,15 +26,15 @@ from loopformers.studies.results import CellResult
 Make = Callable[..., CellResult]
 
 EXPECTED: dict[str, tuple[int, dict[int, float], dict[str, Any], float]] = {
-    "elastic-adapter": (12, {12: 4.70, 1: 4.80, 3: 4.74, 8: 4.71, 24: 4.70}, {"preset": "elastic-adapter"}, 3e12),
+    "elastic-balanced": (12, {12: 4.70, 1: 4.80, 3: 4.74, 8: 4.71, 24: 4.70}, {"preset": "elastic-balanced"}, 3e12),
     "elastic-flt": (12, {12: 4.73, 1: 4.83, 3: 4.76, 8: 4.74, 24: 4.73}, {"preset": "elastic-flt"}, 3e12),
     "loopformer": (12, {12: 4.90, 1: 5.00, 3: 4.95, 8: 4.92, 24: 4.91}, {"preset": "loopformer"}, 3e12),
-    "lt-adapter": (12, {12: 4.69, 1: 5.90, 3: 4.95, 8: 4.75, 24: 4.72}, {"preset": "lt-adapter"}, 2e12),
-    "fixed-3": (3, {3: 4.73, 1: 5.10, 8: 4.80}, {"preset": "lt-adapter"}, 5e11),
-    "fixed-1": (1, {1: 4.79, 3: 5.70}, {"preset": "lt-adapter"}, 1e11),
-    "adapter-exit": (12, {12: 4.75, 1: 4.84, 3: 4.79, 8: 4.76, 24: 4.76},
-                     {"preset": "elastic-adapter", "conditioning": "none"}, 3e12),
-    "adapter-random": (12, {12: 4.72, 1: 4.86, 3: 4.77, 8: 4.73, 24: 4.72}, {"preset": "lt-adapter", "law": True}, 1e12),
+    "lt-balanced": (12, {12: 4.69, 1: 5.90, 3: 4.95, 8: 4.75, 24: 4.72}, {"preset": "lt-balanced"}, 2e12),
+    "fixed-3": (3, {3: 4.73, 1: 5.10, 8: 4.80}, {"preset": "lt-balanced"}, 5e11),
+    "fixed-1": (1, {1: 4.79, 3: 5.70}, {"preset": "lt-balanced"}, 1e11),
+    "balanced-exit": (12, {12: 4.75, 1: 4.84, 3: 4.79, 8: 4.76, 24: 4.76},
+                     {"preset": "elastic-balanced", "conditioning": "none"}, 3e12),
+    "balanced-random": (12, {12: 4.72, 1: 4.86, 3: 4.77, 8: 4.73, 24: 4.72}, {"preset": "lt-balanced", "law": True}, 1e12),
     "base-loop": (12, {12: 5.10, 1: 6.20, 3: 5.30, 8: 5.12, 24: 5.20}, {"preset": "base-loop"}, 2e12),
     "tmlt": (12, {12: 4.90, 1: 7.60, 3: 5.10, 8: 4.95, 24: 5.20}, {"preset": "tmlt"}, 2e12),
     "base": (1, {1: 4.95, 3: 7.0}, {"preset": "base", "num_hidden_layers": 36}, 2e12),
@@ -90,32 +90,32 @@ def not_reached(results: list[CellResult]) -> list[str]:
 def test_systems_have_the_role_that_their_recipe_says(groups: Groups) -> None:
     roles = {role: [group.system for group in groups if role_of(group) == role] for role in ROLES}
     assert list(roles.values()) == [
-        ["elastic-adapter", "elastic-flt"],
-        ["adapter-exit", "adapter-random"],
-        ["lt-adapter", "fixed-3", "fixed-1"],
+        ["elastic-balanced", "elastic-flt"],
+        ["balanced-exit", "balanced-random"],
+        ["lt-balanced", "fixed-3", "fixed-1"],
         ["loopformer", "base-loop", "tmlt", "base"],
     ]
 
 
 def test_losses_stand_at_every_budget_up_to_twice_the_loops_and_with_what_is_lost(groups: Groups) -> None:
     rows = {row["system"]: row for row in budgets_table(groups).rows}
-    row = rows["elastic-adapter"]
+    row = rows["elastic-balanced"]
     assert [row[m] for m in ("1", "3", "8", "12", "24")] == pytest.approx([4.81, 4.75, 4.72, 4.71, 4.71])
     assert (row["to_one"], row["to_twice"]) == pytest.approx((0.10, 0.0))
     assert (row["flops"], row["parameters"], row["seeds"]) == (3.0, 409_600, 3)
     assert rows["fixed-3"].keys().isdisjoint({"8", "12", "24"})  # beyond 2T
     assert rows["fixed-3"]["to_twice"] is None  # M = 6 was not scored
     ranges = {row["system"]: row for row in ranges_table(groups).rows}
-    assert ranges["elastic-adapter"]["12"] == "4.700 to 4.720"
+    assert ranges["elastic-balanced"]["12"] == "4.700 to 4.720"
 
 
 def test_an_elastic_model_stands_beside_the_better_of_its_controls_at_each_budget(groups: Groups) -> None:
-    rows = [row for row in controls_table(groups).rows if row["system"] == "elastic-adapter"]
+    rows = [row for row in controls_table(groups).rows if row["system"] == "elastic-balanced"]
     assert [(row["num_loops"], row["fixed"], row["best"]) for row in rows] == [
         (1, "fixed-1", "fixed-1"),
         (3, "fixed-3", "fixed-3"),
         (8, None, "loopformer"),
-        (12, "lt-adapter", "lt-adapter"),
+        (12, "lt-balanced", "lt-balanced"),
     ]
     assert rows[0]["ratio"] == pytest.approx(4.81 / 4.80)
     assert (rows[0]["low"], rows[0]["high"]) == pytest.approx((4.82 / 4.81, 4.80 / 4.79))
@@ -124,14 +124,14 @@ def test_an_elastic_model_stands_beside_the_better_of_its_controls_at_each_budge
 
 def test_parts_are_told_by_what_differs_and_what_they_buy(groups: Groups) -> None:
     rows = {row["system"]: row for row in parts_table(groups).rows}
-    assert list(rows) == ["elastic-adapter", "elastic-flt", "lt-adapter", "adapter-exit", "adapter-random"]
-    assert rows["adapter-exit"]["changed"] == "model.conditioning none"
-    assert rows["adapter-random"]["changed"] == "model.preset lt-adapter, law.name uniform_range, law.max_loops 12"
-    assert [rows["adapter-exit"][m] for m in ("1", "3", "8", "12", "24")] == pytest.approx(
+    assert list(rows) == ["elastic-balanced", "elastic-flt", "lt-balanced", "balanced-exit", "balanced-random"]
+    assert rows["balanced-exit"]["changed"] == "model.conditioning none"
+    assert rows["balanced-random"]["changed"] == "model.preset lt-balanced, law.name uniform_range, law.max_loops 12"
+    assert [rows["balanced-exit"][m] for m in ("1", "3", "8", "12", "24")] == pytest.approx(
         [0.04, 0.05, 0.05, 0.05, 0.06]
     )
-    assert rows["adapter-exit"]["mean"] == pytest.approx(0.0475)  # up to T alone
-    assert rows["elastic-adapter"]["mean"] == 0
+    assert rows["balanced-exit"]["mean"] == pytest.approx(0.0475)  # up to T alone
+    assert rows["elastic-balanced"]["mean"] == 0
 
 
 def test_expected_results_reach_every_goal_of_text(make: Make) -> None:
@@ -143,10 +143,10 @@ def test_expected_results_reach_every_goal_of_text(make: Make) -> None:
 @pytest.mark.parametrize(
     ("changed", "goal"),
     [
-        ({"loopformer": {8: 4.65}}, "elastic-adapter is within 1% of the better"),  # loopformer alone is there
-        ({"fixed_3": {3: 4.65}}, "elastic-adapter is within 1% of the better"),
-        ({"elastic_adapter": {24: 4.72}}, "elastic-adapter gets no worse from T to 2T"),
-        ({"adapter_exit": {1: 4.5}}, "every part of elastic-adapter lowers its loss"),
+        ({"loopformer": {8: 4.65}}, "elastic-balanced is within 1% of the better"),  # loopformer alone is there
+        ({"fixed_3": {3: 4.65}}, "elastic-balanced is within 1% of the better"),
+        ({"elastic_balanced": {24: 4.72}}, "elastic-balanced gets no worse from T to 2T"),
+        ({"balanced_exit": {1: 4.5}}, "every part of elastic-balanced lowers its loss"),
         ({"loopformer": {1: 5.15}}, "from M = T to M = 1, nats are lost as expected: loopformer at most 0.2"),
         ({"tmlt": {1: 5.80}}, "from M = T to M = 1, nats are lost as expected: loopformer at most 0.2"),
     ],
@@ -158,29 +158,29 @@ def test_a_goal_that_is_missed_is_named(make: Make, changed: dict[str, Any], goa
 
 
 def test_one_diverged_seed_undoes_stability_and_is_not_left_out_of_medians(make: Make) -> None:
-    lost = make("elastic-adapter", 12, 1, None, recipe={"model": {"preset": "elastic-adapter"}})
+    lost = make("elastic-balanced", 12, 1, None, recipe={"model": {"preset": "elastic-balanced"}})
     results = [lost if r.cell == lost.cell else r for r in of_study(make)]
-    assert "elastic-adapter is stable at T = 12 on every seed" in not_reached(results)
+    assert "elastic-balanced is stable at T = 12 on every seed" in not_reached(results)
     ranges = {row["system"]: row for row in ranges_table(Groups(results)).rows}
-    assert ranges["elastic-adapter"]["12"] == "4.700 to inf"
+    assert ranges["elastic-balanced"]["12"] == "4.700 to inf"
 
 
 def test_without_a_model_trained_for_m_only_a_failure_is_certain(make: Make) -> None:
     def judged(**changed: Mapping[int, float]) -> str:
-        results = [r for r in of_study(make, **changed) if r.axes["system"] in ("elastic-adapter", "loopformer")]
+        results = [r for r in of_study(make, **changed) if r.axes["system"] in ("elastic-balanced", "loopformer")]
         return next(outcome for statement, outcome in outcomes(results).items() if "within 1%" in statement)
 
     assert judged() == "not tested"
-    assert judged(elastic_adapter={8: 5.0}) == "not reached"
+    assert judged(elastic_balanced={8: 5.0}) == "not reached"
 
 
 def test_the_summary_states_goals_with_their_numbers(groups: Groups) -> None:
     text = summarise(groups, judge_goals(groups), num_missing=2, num_failed=1)
     assert text.startswith(
-        "elastic-adapter, T = 12, 3 seeds: 4.810 at M = 1, 4.710 at M = 12, 4.710 at M = 24 (nats per token)."
+        "elastic-balanced, T = 12, 3 seeds: 4.810 at M = 1, 4.710 at M = 12, 4.710 at M = 24 (nats per token)."
     )
     assert "M = 8: 0.9574, M = 12: 1.0021; nothing was trained for M = 8)" in text
-    assert "every part of elastic-adapter lowers its loss, mean over M up to T (without: elastic-flt +0.0" in text
+    assert "every part of elastic-balanced lowers its loss, mean over M up to T (without: elastic-flt +0.0" in text
     assert text.endswith("2 cells have no outcome, 1 of them because they failed.")
     assert summarise(Groups([]), [], num_missing=3, num_failed=0) == "No cell has an outcome yet."
 
@@ -189,7 +189,7 @@ def test_without_validation_on_the_way_the_comparison_is_said_to_be_at_equal_upd
     table = compute_table(groups)
     assert "equal updates, not at equal training compute" in table.note
     rows = {(row["system"], row["num_loops"]): row for row in table.rows}
-    assert (rows["lt-adapter", 1]["end"], rows["lt-adapter", 12]["end"]) == pytest.approx((-1.10, 0.01))
+    assert (rows["lt-balanced", 1]["end"], rows["lt-balanced", 12]["end"]) == pytest.approx((-1.10, 0.01))
     assert (rows["base", 1]["whole_loops"], rows["base", 1]["end"]) == (12, pytest.approx(-0.25))  # each at its T
     assert (rows["fixed-3", 3]["end"], rows["fixed-3", 3]["flops"], rows["fixed-3", 3]["whole_flops"]) == (
         pytest.approx(0.01), 0.5, 3.0,
@@ -205,7 +205,7 @@ def test_equal_training_compute_takes_the_last_validation_that_the_dearer_run_ma
         ]
         return scored(make, system, loops, 0, by_budget, model, flops, validation=validation)
 
-    whole, plain = watched("elastic-adapter", 4e12, [6.0, 5.5, 5.2, 4.7]), watched("lt-adapter", 2.5e12, [5.0, 4.69])
+    whole, plain = watched("elastic-balanced", 4e12, [6.0, 5.5, 5.2, 4.7]), watched("lt-balanced", 2.5e12, [5.0, 4.69])
     rows = [row for row in compute_table(Groups([whole, plain])).rows if row["num_loops"] == 12]
     assert rows[0]["common"] == 2.5
     assert rows[0]["equal"] == pytest.approx(5.5 - 4.69)  # at 2 of 4 TFLOP: 3 would be too many
@@ -220,20 +220,20 @@ def solving(make: Make, system: str, loops: int, seed: int, shares: dict[int, fl
     ]  # fmt: skip
     recipe = {"task": {"name": "pointer_chasing"}}
     losses = dict.fromkeys(shares, 1.0)
-    model = {"preset": "elastic-adapter", "num_hidden_layers": 1, **model}
+    model = {"preset": "elastic-balanced", "num_hidden_layers": 1, **model}
     return scored(make, system, loops, seed, losses, model, 1e12, run={"budgets": budgets}, recipe=recipe)
 
 
 def test_on_a_task_loops_must_be_used_and_match_distinct_layers(make: Make, tmp_path: Path) -> None:
     def judged(at_one: float, at_loops: float) -> list[str]:
-        cells = [solving(make, "elastic-adapter", 6, s, {6: at_loops, 1: at_one, 3: 0.5}) for s in (0, 1)]
+        cells = [solving(make, "elastic-balanced", 6, s, {6: at_loops, 1: at_one, 3: 0.5}) for s in (0, 1)]
         beside = [solving(make, "distinct", 1, s, {1: 0.8}, preset="flt", num_hidden_layers=6) for s in (0, 1)]
         return [g.outcome for g in judge_goals(Groups([*cells, *beside])) if "questions" in g.statement]
 
     assert judged(0.3, 0.9) == ["reached", "reached"]
     assert judged(0.75, 0.8) == ["not reached", "reached"]
     assert judged(0.3, 0.7) == ["reached", "not reached"]
-    results = (solving(make, "elastic-adapter", 6, 0, {6: 0.9, 1: 0.3, 24: 0.1}),)
+    results = (solving(make, "elastic-balanced", 6, 0, {6: 0.9, 1: 0.3, 24: 0.1}),)
     rows = difficulty_by_budget_table(Groups(results)).rows
     assert [(row["num_loops"], row["1"], row["2"]) for row in rows] == [(1, 0.3, 0.15), (6, 0.9, 0.45)]
     report = write_elastic_report(Study(tmp_path, "A task", (results[0].cell,), results))
@@ -247,7 +247,7 @@ def test_figures_have_a_panel_a_role_with_the_references_in_each(groups: Groups)
     axes = figures["budgets"].figure.axes
     assert [ax.get_title(loc="left") for ax in axes] == list(ROLES)
     labels = [[line.get_label() for line in ax.get_lines()] for ax in axes]
-    assert all(label[:2] == ["elastic-adapter", TRAINED_FOR] for label in labels)
+    assert all(label[:2] == ["elastic-balanced", TRAINED_FOR] for label in labels)
     assert labels[3][2:] == ["loopformer", "base-loop", "tmlt"]  # base has other layers
     assert [line.get_label() for line in figures["flops"].figure.axes[3].get_lines()][-1] == "base"
     colours = [[line.get_color() for line in ax.get_lines()] for ax in axes]

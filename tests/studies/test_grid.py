@@ -101,6 +101,7 @@ def test_a_base_is_a_recipes_name_or_fields_over_one() -> None:
          "two cells are named 'flt_T2_seed0' and differ, training.steps=4 and 9; write training.steps as a list"),
         ({"base": 3}, "base=3 must be a recipe's name or file, or a mapping"),
         ({"base": "quickstart-ltt"}, "recipe='quickstart-ltt' is not known"),
+        ({"blocks": [{True: {"a": {}}}]}, "axis True is no text; YAML takes on, off, yes, no and numbers for values"),
         ({"axes": 1}, "grid 'tiny': key='axes' is not known"),
     ],
 )  # fmt: skip
@@ -157,6 +158,6 @@ def test_a_bundled_grid_is_legal_and_has_one_pass_beside_its_loops(name: str) ->
 def test_the_default_grid_is_every_flt_system_and_ours_at_every_t_and_three_seeds() -> None:
     grid = load_grid("stability")
     looped = [cell.axes for cell in grid.cells if cell.axes["loops"] != 1]
-    assert {axes["system"] for axes in looped} == {"lt", "lt-input", "lt-query", "flt-residual", "flt", "lt-adapter"}
+    assert {axes["system"] for axes in looped} == {"lt", "lt-input", "lt-query", "flt-residual", "flt", "lt-balanced"}
     assert {axes["loops"] for axes in looped} == {3, 6, 9, 12}
     assert len(grid.cells) == 6 * 4 * 3 + 3

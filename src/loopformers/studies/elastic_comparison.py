@@ -27,7 +27,7 @@ __all__ = [
     "trained_for",
 ]
 
-FULL = "elastic-adapter"
+FULL = "elastic-balanced"
 """The elastic model whose parts are switched off one by one."""
 
 ELASTIC = (FULL, "elastic-flt")
@@ -38,7 +38,7 @@ LOOPFORMER = "loopformer"
 FAMILY = ("base", "base-loop", "base-loop-exit", "tmlt", "tmlt-exit", LOOPFORMER)
 """Presets of the paper."""
 
-FIXED_PREFIX, FIXED_DEEPEST = "fixed-", "lt-adapter"
+FIXED_PREFIX, FIXED_DEEPEST = "fixed-", "lt-balanced"
 """Controls that are trained for one budget: systems named `fixed-M`, and the recurrence of `FULL` at T itself."""
 
 ROLES = ("elastic models", "parts off", "fixed depth and plain", "LoopFormer's family")
