@@ -49,7 +49,8 @@ def registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = [dict(registry) for registry in REGISTRIES]
     monkeypatch.syspath_prepend(str(EXAMPLES))
     yield
-    sys.modules.pop("decaying_injection", None)
+    for name in ("decaying_injection", "balanced_variants"):
+        sys.modules.pop(name, None)
     for registry, entries in zip(REGISTRIES, before, strict=True):
         registry.clear()
         registry.update(entries)
@@ -200,6 +201,45 @@ def test_a_study_takes_it_as_a_system(registries: None, monkeypatch: pytest.Monk
     monkeypatch.setenv(VARIABLE, "decaying_injection")
     grid = load_grid(EXAMPLES / "decaying-injection.yaml")
     assert {cell.axes["system"] for cell in grid.cells} == {"lt-decaying", "lt", "lt-input", "flt", "one-pass"}
+
+
+def test_variants_of_balanced_change_what_they_say_and_decode_exactly(registries: None) -> None:
+    variants = importlib.import_module("balanced_variants")
+    norm = torch.nn.RMSNorm(8, elementwise_affine=False)
+    e, h = 3 * torch.randn(2, 5, 8), norm(torch.randn(2, 5, 8))
+    expected = {
+        "raw-inputs": h + e,
+        "normed-sum": norm(h + norm(e)),
+        "leaky": 0.9 * h + norm(e),
+        "more-state": 2 * h + norm(e),
+        "more-inputs": 0.5 * h + norm(e),
+        "small-writes": 6**0.5 * (h + norm(e)),
+        "large-writes": 0.5 * (h + norm(e)),
+        "mapped": h + norm(e),
+        "gated": torch.sigmoid(torch.tensor(2.0)) * h + norm(e),
+    }
+    assert set(expected) == set(variants.VARIANTS)
+    for name, x in expected.items():
+        stream = variants.VARIANTS[name](8, norm)
+        for matrix, start in (("inputs_proj", torch.eye(8)), ("gate", torch.zeros(8, 8))):
+            if hasattr(stream, matrix):
+                getattr(stream, matrix).weight.data = start
+        torch.testing.assert_close(stream.restart(e, h, 0.5), x)
+        model = tiny_model("lt", stream=name, num_hidden_layers=2, num_loops=3).double()
+        tokens = ids(2, 6)
+        whole = model(tokens, use_cache=False).logits
+        first = model(tokens[:, :4], use_cache=True)
+        rest = model(tokens[:, 4:], past_key_values=first.past_key_values, use_cache=True).logits
+        torch.testing.assert_close(torch.cat([first.logits, rest], 1), whole, rtol=1e-10, atol=1e-10)
+
+
+def test_the_ablation_of_balanced_is_a_grid(registries: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "balanced_variants")
+    grid = load_grid(EXAMPLES / "balanced-variants.yaml")
+    variants = importlib.import_module("balanced_variants").VARIANTS
+    presets = {cell.recipe.model.preset for cell in grid.cells}
+    assert {f"lt-{name}" for name in variants} <= presets
+    assert len({cell.axes["system"] for cell in grid.cells}) == len(variants) + 6
 
 
 def test_a_new_process_knows_it_and_one_that_was_not_told_says_which_name_is_unknown(
