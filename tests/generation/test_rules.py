@@ -40,6 +40,15 @@ def test_kl_is_of_this_loop_from_the_last():
     assert second[0] == pytest.approx(0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5), rel=1e-5)
 
 
+def test_kl_of_nearly_equal_predictions_is_not_negative():
+    torch.manual_seed(0)
+    logits = torch.randn(64, 300)
+    nearly = logits * (1 + 1e-7 * torch.randn(64, 300))
+    p, q = nearly.log_softmax(-1), logits.log_softmax(-1)
+    assert ((p.exp() * (p - q)).sum(-1) < 0).any()  # rounding alone
+    assert min(scores(KLExit(0), list(logits), list(nearly))[1]) >= 0
+
+
 def test_entropy_changes_in_nats_and_in_either_direction():
     def entropy(p):
         return -p * math.log(p) - (1 - p) * math.log(1 - p)

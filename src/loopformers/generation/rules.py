@@ -124,7 +124,10 @@ class KLExit(ThresholdExit):
     def score(self, look: Look, memory: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the divergence from the loop before, and the log-probabilities, (tokens, vocab)."""
         log_p = look.logits.log_softmax(dim=-1)
-        return never(log_p) if memory is None else (log_p.exp() * (log_p - memory)).sum(dim=-1), log_p
+        if memory is None:
+            return never(log_p), log_p
+        divergence = (log_p.exp() * (log_p - memory)).sum(dim=-1)
+        return divergence.clamp(min=0), log_p  # it is never negative, and a sum of rounded terms may be
 
 
 class EntropyExit(ThresholdExit):
