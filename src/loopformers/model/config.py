@@ -174,7 +174,7 @@ class LoopConfig(Costs, PreTrainedConfig):
 
         Args:
             name: `lt lt-input lt-query flt-residual flt`, `base base-loop base-loop-exit tmlt tmlt-exit loopformer`, or one
-                of ours: `lt-balanced`, `lt-adapter`, `elastic-balanced`, `elastic-adapter`, `elastic-flt`.
+                of ours: `lt-balanced`, `lt-adapter`, `elastic-balanced`, `elastic-flt`.
             overrides: Any field.
 
         Raises:

@@ -70,8 +70,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {
     "tmlt-exit": _TMLT | _SHORTCUT,
     "loopformer": _LOOPFORMER | _SHORTCUT | {"conditioning": "time_and_step", "modulation_init": "zero"},
     "elastic-flt": _FLT | _ELASTIC | {"stream": "inputs", "injection": "query_all"},
-    "elastic-balanced": _FLT | _ELASTIC | {"stream": "balanced", "injection": "none"},
-    "elastic-adapter": _FLT | _ELASTIC | {"stream": "adapter", "injection": "none"},
+    "elastic-balanced": _FLT | {"stream": "balanced", "injection": "none", "objective": "every_loop"},
 }
 """Field values by system. Everything that a row leaves out is LoopConfig's default."""
 
