@@ -14,7 +14,7 @@ from loopformers.data.synthetic.registry import make_task
 from loopformers.data.synthetic.rows import held_out_rows
 from loopformers.evaluation.budget import evaluate_budgets, sweep_budgets
 from loopformers.evaluation.exact_match import evaluate_task
-from loopformers.evaluation.scoring import score_outside, score_runs, shared_runs
+from loopformers.evaluation.scoring import Tally, score_outside, score_runs, shared_runs, window_batches
 from loopformers.model.presets import PRESETS
 from loopformers.testing import tiny_model
 
@@ -194,3 +194,31 @@ def test_batches_are_reported_and_bad_sizes_refused() -> None:
     with pytest.raises(ConfigError, match="unequal steps"):
         sweep_budgets(model, windows(), ["1/2,1/4,1/4"])
     assert math.isinf(type(score_outside(model, windows()))(nats=1e4, num_targets=1).perplexity)
+
+
+def test_of_tokens_that_tie_the_first_counts_and_what_is_no_number_is_wrong():
+    ids = torch.tensor([[0, 2, 1, 3, 0, 1]])
+    (batch,) = window_batches([{"input_ids": ids[0]}], 1)
+    logits = torch.tensor(
+        [
+            [5.0, 15.0, 15.0, 0.0],  # asked 2, tied with 1 before it
+            [0.0, 15.0, 15.0, 0.0],  # asked 1, tied with 2 behind it
+            [0.0, 0.0, 0.0, 0.0],  # asked 3
+            [0.0, 0.0, 0.0, 0.0],  # asked 0
+            [math.nan, 0.0, 0.0, 0.0],  # asked 1
+            [0.0, 0.0, 0.0, 0.0],
+        ]
+    )
+    tally = Tally()
+    tally.add(logits[None], batch, lambda rows: rows)
+    assert tally.num_right == int((logits[:5].argmax(dim=-1) == ids[0, 1:]).sum()) == 2
+
+
+def test_the_loss_is_the_cross_entropy():
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(1, 9, 11, dtype=torch.float64)
+    (batch,) = window_batches([{"input_ids": torch.randint(11, (9,))}], 1)
+    tally = Tally()
+    tally.add(logits, batch, lambda rows: rows)
+    expected = torch.nn.functional.cross_entropy(logits[0, :-1], batch.input_ids[0, 1:])
+    assert tally.loss == pytest.approx(float(expected), rel=1e-12)

@@ -2,12 +2,14 @@
 
 Goldens were computed in float64, and ours are compared at 1e-9. The FLT code casts its logits to float32 itself, so its
 logits, losses and residual norms are float32 tensors, and its gradients went through a float32 cross entropy: those are
-compared at what float32 leaves.
+compared at what float32 leaves. The LoopFormer code takes the exponential of its frequencies in float32, whose last bit is
+the processor's: the goldens' own table stands below, and a test says how far another processor's is from it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,32 @@ from safetensors.torch import load_file
 
 from loopformers import from_official
 from loopformers.model.convert import FLT_RULES, LOOPFORMER_RULES, _targets
+from loopformers.nn import conditioning
 
 FOLDER = Path(__file__).parent
 FLT_CASES = sorted(path.stem for path in FOLDER.glob("flt_*.json"))
 LOOPFORMER_CASES = sorted(path.stem for path in FOLDER.glob("lf_*.json"))
+
+
+ROUNDED_UP = (12, 106)
+"""Frequencies that the goldens' processor gave one float32 above the nearest."""
+
+
+def nearest_frequencies():
+    exponents = -math.log(10000) * (torch.arange(128, dtype=torch.float32) / 128)
+    return exponents.double().exp().float()
+
+
+NATIVE_FREQUENCIES = conditioning.frequencies
+
+
+@pytest.fixture(autouse=True)
+def goldens_frequencies(monkeypatch):
+    """Compute with the frequencies that the goldens were computed with, whatever processor this is."""
+    table = nearest_frequencies()
+    for k in ROUNDED_UP:
+        table[k] = torch.nextafter(table[k], torch.tensor(2.0))
+    monkeypatch.setattr(conditioning, "frequencies", lambda device: table.to(device))
 
 
 def load(case_name):
@@ -118,3 +142,21 @@ def test_loopformer_consistency_objective_and_its_gradients():
     assert len(names) == sum(1 for name in golden if name.startswith("weights."))
     for name in names:
         assert relative_error(gradient_norm(model, LOOPFORMER_RULES, name), golden[prefix + name]) < 1e-9, name
+
+
+def test_frequencies_are_the_nearest_float32_or_its_neighbour_on_every_processor():
+    nearest, ours = nearest_frequencies(), NATIVE_FREQUENCIES(torch.device("cpu"))
+    assert (ours.view(torch.int32) - nearest.view(torch.int32)).abs().max() <= 1
+
+
+@pytest.mark.parametrize("case_name", ["lf_tmlt", "lf_loopformer"])
+def test_a_neighbouring_frequency_moves_logits_by_less_than_float32_rounds(case_name, monkeypatch):
+    monkeypatch.setattr(conditioning, "frequencies", NATIVE_FREQUENCIES)
+    case, golden, model = load(case_name)
+    asked = {str(loops): {"num_loops": loops} for loops in (1, 3, 8)}
+    asked |= {name: {"schedule": steps} for name, steps in case.get("schedules", {}).items()}
+    compared = [name for name in asked if f"logits.{name}" in golden]
+    assert len(compared) >= 3
+    for name in compared:
+        out = model(golden["input_ids"], **asked[name])
+        assert relative_error(out.logits, golden[f"logits.{name}"]) < 1e-7

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from loopformers.errors import DataError, check_count
@@ -38,7 +37,7 @@ __all__ = [
     "window_batches",
 ]
 
-CHUNK_TARGETS = 2048
+CHUNK_TARGETS = 1024
 """Targets whose logits are held at once: vocabularies are large."""
 
 OnBatch = Callable[[int], None]
@@ -162,8 +161,9 @@ class Tally:
             part = slice(start, start + CHUNK_TARGETS)
             logits = head(hidden[part])
             logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-            nats += F.cross_entropy(logits, targets[part], reduction="none").double().sum()
-            wrong[part] = logits.argmax(dim=-1) != targets[part]
+            asked = logits.gather(-1, targets[part, None]).squeeze(-1)
+            nats += (logits.logsumexp(dim=-1) - asked).double().sum()
+            wrong[part] = _wrong(logits, targets[part], asked)
         self.nats += nats.item()
         self.num_targets += len(targets)
         self.num_right += len(targets) - int(wrong.sum())
@@ -179,6 +179,18 @@ class Tally:
             if level >= 0:
                 self.questions_by_difficulty[level] += 1
                 self.whole_by_difficulty[level] += whole
+
+
+def _wrong(logits: Tensor, targets: Tensor, asked: Tensor) -> Tensor:
+    """Return `logits.argmax(-1) != targets`, (targets,), where a maximum is cheaper than its place.
+
+    Only rows whose target is as likely as any token are looked at twice: soft-capped logits can tie, and then the first
+    of the most likely counts.
+    """
+    wrong = asked < logits.amax(dim=-1)
+    likely = (~wrong).nonzero().squeeze(-1)
+    wrong[likely] = logits[likely].argmax(dim=-1) != targets[likely]
+    return wrong
 
 
 def answered_exactly(

@@ -778,7 +778,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
         cap = self.config.final_logit_softcapping
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if cap is None:
+            return logits
+        scaled = logits / cap
+        # The same numbers either way; without a graph no two more tensors of the size of the logits.
+        return cap * torch.tanh(scaled) if scaled.requires_grad else scaled.tanh_().mul_(cap)
 
     def new_cache(self) -> LoopedCache:
         """Return an empty cache; its first call fixes its schedule."""

@@ -18,8 +18,17 @@ CONDITIONINGS: tuple[str, ...] = get_args(ConditioningKind)
 NUM_FREQUENCIES = 128
 
 
+def frequencies(device: torch.device) -> Tensor:
+    """Return `w_k = 10000^(-k/128)`, k = 0..127, in float32: (128,).
+
+    It is the released code's formula, whose exponential differs in the last bit between processors.
+    """
+    exponents = torch.arange(NUM_FREQUENCIES, dtype=torch.float32, device=device) / NUM_FREQUENCIES
+    return torch.exp(-math.log(10000) * exponents)
+
+
 def frequency_embedding(values: Tensor) -> Tensor:
-    """Return `[cos(u w), sin(u w)]` with `w_k = 10000^(-k/128)`, k = 0..127, in float32.
+    """Return `[cos(u w), sin(u w)]`, w of `frequencies`, in float32.
 
     Args:
         values: u, (loops,).
@@ -27,8 +36,7 @@ def frequency_embedding(values: Tensor) -> Tensor:
     Returns:
         (loops, 256), float32.
     """
-    exponents = torch.arange(NUM_FREQUENCIES, dtype=torch.float32, device=values.device) / NUM_FREQUENCIES
-    angles = values.float()[:, None] * torch.exp(-math.log(10000) * exponents)
+    angles = values.float()[:, None] * frequencies(values.device)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 

@@ -149,7 +149,9 @@ def _cells_of(block: Any, base: Recipe, seeds: Sequence[int] | None, origin: str
     fixed: dict[str, Any] = {}
     for axis, values in block.items():
         if not isinstance(axis, str):
-            raise ConfigError(f"{origin}: axis {axis!r} is no text; YAML takes on, off, yes, no and numbers for values: quote it")
+            raise ConfigError(
+                f"{origin}: axis {axis!r} is no text; YAML takes on, off, yes, no and numbers for values: quote it"
+            )
         points = _points(axis, values, origin)
         if points is None:
             fixed[axis] = values
