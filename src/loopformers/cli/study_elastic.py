@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
         "Train elastic models beside models of fixed depth, score each at every budget, and report how near one model for\n"
-        f"all budgets comes to the best for each, and what every part of its training buys.\n\n{CONTINUES}"
+        f"all budgets comes to the best for each, and what changes to it cost.\n\n{CONTINUES}"
     )
     parser.epilog = (
         "examples:\n"

@@ -45,7 +45,7 @@ def judge_goals(groups: Groups) -> list[Claim]:
             goals += [_is_stable(group), _is_within(groups, group), _goes_beyond(group)]
             if is_task:
                 goals += [_uses_loops(group), _matches_distinct(groups, group)]
-        goals.append(_every_part_helps(groups, variant))
+        goals.append(_no_change_helps(groups, variant))
         if not is_task:
             goals.append(_family_loses(groups, variant))
     return goals
@@ -130,8 +130,8 @@ def _matches_distinct(groups: Groups, group: Group) -> Claim:
     return Claim.goal(statement, group.variant, behind.median >= -NO_FEWER, evidence)
 
 
-def _every_part_helps(groups: Groups, variant: Variant) -> Claim:
-    statement = f"every part of {FULL} lowers its loss, mean over M up to T"
+def _no_change_helps(groups: Groups, variant: Variant) -> Claim:
+    statement = f"no change to {FULL} lowers its loss, mean over M up to T"
     own = Groups([result for group in groups if group.variant == variant for result in group.results])
     costs = {
         str(row["system"]): float(row["mean"])
@@ -140,7 +140,7 @@ def _every_part_helps(groups: Groups, variant: Variant) -> Claim:
     }
     if not costs:
         return Claim.goal(statement, variant, None)
-    evidence = "without: " + ", ".join(f"{system} {cost:+.3f}" for system, cost in costs.items()) + " nats"
+    evidence = "changed: " + ", ".join(f"{system} {cost:+.3f}" for system, cost in costs.items()) + " nats"
     return Claim.goal(statement, variant, all(cost > 0 for cost in costs.values()), evidence)
 
 

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 FULL = "elastic-balanced"
-"""The elastic model whose parts are switched off one by one."""
+"""The elastic model whose parts are changed one by one."""
 
 ELASTIC = (FULL, "elastic-flt")
 
@@ -41,7 +41,7 @@ FAMILY = ("base", "base-loop", "base-loop-exit", "tmlt", "tmlt-exit", LOOPFORMER
 FIXED_PREFIX, FIXED_DEEPEST = "fixed-", "lt-balanced"
 """Controls that are trained for one budget: systems named `fixed-M`, and the recurrence of `FULL` at T itself."""
 
-ROLES = ("elastic models", "parts off", "fixed depth and plain", "LoopFormer's family")
+ROLES = ("elastic models", "parts changed", "fixed depth and plain", "LoopFormer's family")
 
 
 def role_of(group: Group) -> str:

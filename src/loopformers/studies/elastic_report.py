@@ -24,7 +24,7 @@ PLAN: Plan = (
     ("Which goals are reached", ["claims"], []),
     ("Every budget", ["budgets", "ranges"], ["budgets", "flops"]),
     ("One model, or one for each budget", ["controls"], ["ratios"]),
-    ("What each part buys", ["parts"], []),
+    ("What changes cost", ["parts"], []),
     ("Equal updates, equal training compute", ["compute"], []),
     ("Questions answered exactly", ["solved", "difficulty", "difficulty-by-budget"], ["solved"]),
     ("Costs", ["costs"], []),

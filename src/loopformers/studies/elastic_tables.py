@@ -128,7 +128,7 @@ def controls_table(groups: Groups) -> Table:
 
 
 def parts_table(groups: Groups) -> Table:
-    """Return what each part of the elastic model buys: every loss less the whole model's, by budget."""
+    """Return what each change to the elastic model costs: every loss less its own, by budget."""
     rows: list[dict[str, Value]] = []
     for whole in [group for group in groups if group.system == FULL]:
         budgets = budgets_of(whole)
@@ -154,16 +154,16 @@ def parts_table(groups: Groups) -> Table:
         number("mean", "mean up to T", format="+.3f"),
     )
     return Table(
-        title=f"What each part of {FULL} buys: loss with the part off, less the whole model's",
+        title=f"What changes to {FULL} cost: loss with the change, less its own",
         columns=columns,
         rows=tuple(rows),
-        note=f"{NATS}, medians over seeds of differences paired by seed; above zero, the part helps. Equal updates: training "
+        note=f"{NATS}, medians over seeds of differences paired by seed; above zero, the change costs. Equal updates: training "
         "compute, which differs, stands beside it.",
     )
 
 
 def parts_off(groups: Groups, whole: Group) -> list[Group]:
-    """Return the groups that have a part off, or another recurrence, or all parts off."""
+    """Return the groups that have a part off, added or exchanged, or all of them off."""
     beside = [g for g in groups if (g.variant, g.loops) == (whole.variant, whole.loops) and g is not whole]
     return [g for g in beside if role_of(g) in ROLES[:2] or g.system == FIXED_DEEPEST]
 
