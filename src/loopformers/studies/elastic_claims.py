@@ -42,9 +42,11 @@ def judge_goals(groups: Groups) -> list[Claim]:
         for group in elastic_groups(groups):
             if group.variant != variant:
                 continue
-            goals += [_is_stable(group), _is_within(groups, group), _goes_beyond(group)]
-            if is_task:
+            if is_task:  # learning comes in jumps, which the verdict's thresholds, those of text, take for oscillation
                 goals += [_uses_loops(group), _matches_distinct(groups, group)]
+            else:
+                goals.append(_is_stable(group))
+            goals += [_is_within(groups, group), _goes_beyond(group)]
         goals.append(_no_change_helps(groups, variant))
         if not is_task:
             goals.append(_family_loses(groups, variant))
