@@ -1,4 +1,4 @@
-"""What `lt-balanced` is made of, part by part: streams that change one thing each, for the study's ablation."""
+"""What `lt-balanced` is made of: streams that change a thing or two each, for the study's ablation."""
 
 from __future__ import annotations
 

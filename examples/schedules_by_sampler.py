@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
             seq_len=model.config.max_position_embeddings,
             num_windows=arguments.windows,
         ).windows
-        for budget in arguments.budgets:
+        for budget in (m for m in arguments.budgets if m <= model.config.num_loops):
             search = search_schedules(model, windows, budget, limit=arguments.limit, batch_size=16)
             found.setdefault((system, budget), {})[seed] = search
 
@@ -87,7 +86,7 @@ def measures(search: ScheduleSearch) -> dict[str, float]:
         "fine-first": search.named("fine-first").loss - uniform,
         "best": search.best.loss - uniform,
         "spread": search.loss_spread,
-        "correlation": statistics.correlation(times, losses) if len(set(times)) > 1 < len(set(losses)) else math.nan,
+        "correlation": statistics.correlation(times, losses) if min(len(set(times)), len(set(losses))) > 1 else 0.0,
     }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from loopformers import Schedule
 from loopformers.cli.main import main as loopformers
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "schedules_by_sampler.py"
@@ -30,6 +31,7 @@ def test_the_example_ranks_the_schedules_of_every_model_that_knows_its_time(
                     "elastic": {},
                     "uniform-sampler": {"model.short_sampler": "uniform"},
                     "plain": {"model.preset": "flt"},
+                    "shallow": {"model.num_loops": 2},
                 },
             }
         ],
@@ -45,12 +47,23 @@ def test_the_example_ranks_the_schedules_of_every_model_that_knows_its_time(
     assert "elastic" in out
     assert "uniform-sampler" in out
     rows = json.loads(found.read_text(encoding="utf-8"))
-    assert [(r["system"], r["budget"], r["seed"]) for r in rows] == [
-        (system, budget, seed) for system in ("elastic", "uniform-sampler") for budget in (2, 3) for seed in (0, 1)
-    ]
+    assert {(r["system"], r["budget"], r["seed"]) for r in rows} == {
+        (system, budget, seed)
+        for system, budgets in {"elastic": (2, 3), "uniform-sampler": (2, 3), "shallow": (2,)}.items()
+        for budget in budgets
+        for seed in (0, 1)
+    }
     for row in rows:
-        losses = [score["loss"] for score in row["scores"]]
-        assert losses == sorted(losses)
+        losses = {score["schedule"]: score["loss"] for score in row["scores"]}
+        if row["system"] == "shallow":
+            assert set(losses) == {"1/2,1/2"}
+            continue
         assert len(losses) == {2: 5, 3: 7}[row["budget"]]  # uniform steps are not on the grid
-        assert row["spread"] == pytest.approx(losses[-1] - losses[0])
-        assert row["best"] == pytest.approx(losses[0] - row["uniform"])
+        coarse, fine, even = (
+            losses[str(Schedule.parse(kind, num_loops=row["budget"], grid=5))]
+            for kind in ("coarse-first", "fine-first", "uniform")
+        )
+        assert row["uniform"] == even
+        assert row["coarse-first"] == pytest.approx(coarse - even)
+        assert row["fine-first"] == pytest.approx(fine - even)
+        assert -1 <= row["correlation"] <= 1

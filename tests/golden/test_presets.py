@@ -49,8 +49,9 @@ def measure(case):
 
 def is_as_it_was(case, expected):
     """Whether a case's numbers are those of the file."""
-    return all(
-        value == pytest.approx(expected[name], rel=TOLERANCE, abs=1e-12) for name, value in measure(case).items()
+    measured = measure(case)
+    return measured.keys() == expected.keys() and all(
+        value == pytest.approx(expected[name], rel=TOLERANCE, abs=1e-12) for name, value in measured.items()
     )
 
 

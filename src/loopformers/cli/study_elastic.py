@@ -1,4 +1,4 @@
-"""`loopformers study elastic`: what one model for every budget costs, and what each part of its training buys."""
+"""`loopformers study elastic`: what one model for every budget costs, and what changes to it cost."""
 
 from __future__ import annotations
 

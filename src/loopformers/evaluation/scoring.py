@@ -182,10 +182,10 @@ class Tally:
 
 
 def _wrong(logits: Tensor, targets: Tensor, asked: Tensor) -> Tensor:
-    """Return `logits.argmax(-1) != targets`, (targets,), where a maximum is cheaper than its place.
+    """Return `logits.argmax(-1) != targets`, (targets,), by way of the maximum, which is cheaper than its place.
 
-    Only rows whose target is as likely as any token are looked at twice: soft-capped logits can tie, and then the first
-    of the most likely counts.
+    The place is looked up only in rows whose target is as likely as any token: soft-capped logits can tie, and then the
+    first of the most likely counts.
     """
     wrong = asked < logits.amax(dim=-1)
     likely = (~wrong).nonzero().squeeze(-1)

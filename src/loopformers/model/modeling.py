@@ -781,7 +781,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         if cap is None:
             return logits
         scaled = logits / cap
-        # The same numbers either way; without a graph no two more tensors of the size of the logits.
+        # The same numbers either way; where no graph is kept, two tensors of the size of the logits are saved.
         return cap * torch.tanh(scaled) if scaled.requires_grad else scaled.tanh_().mul_(cap)
 
     def new_cache(self) -> LoopedCache:

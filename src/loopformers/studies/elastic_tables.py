@@ -132,7 +132,7 @@ def parts_table(groups: Groups) -> Table:
     rows: list[dict[str, Value]] = []
     for whole in [group for group in groups if group.system == FULL]:
         budgets = budgets_of(whole)
-        for group in [whole, *parts_off(groups, whole)]:
+        for group in [whole, *changed_groups(groups, whole)]:
             more = {m: median_of(paired(group, whole, loss_at(m))) for m in budgets}
             known = [value for m, value in more.items() if value is not None and m <= whole.loops]
             rows.append(
@@ -162,7 +162,7 @@ def parts_table(groups: Groups) -> Table:
     )
 
 
-def parts_off(groups: Groups, whole: Group) -> list[Group]:
+def changed_groups(groups: Groups, whole: Group) -> list[Group]:
     """Return the groups that have a part off, added or exchanged, or all of them off."""
     beside = [g for g in groups if (g.variant, g.loops) == (whole.variant, whole.loops) and g is not whole]
     return [g for g in beside if role_of(g) in ROLES[:2] or g.system == FIXED_DEEPEST]
