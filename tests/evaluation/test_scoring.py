@@ -222,3 +222,13 @@ def test_the_loss_is_the_cross_entropy():
     tally.add(logits, batch, lambda rows: rows)
     expected = torch.nn.functional.cross_entropy(logits[0, :-1], batch.input_ids[0, 1:])
     assert tally.loss == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_the_loss_over_a_large_vocabulary_is_that_of_float64():
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(1, 65, 49152) + 3
+    (batch,) = window_batches([{"input_ids": torch.randint(49152, (65,))}], 1)
+    tally = Tally()
+    tally.add(logits, batch, lambda rows: rows)
+    expected = torch.nn.functional.cross_entropy(logits[0, :-1].double(), batch.input_ids[0, 1:])
+    assert tally.loss == pytest.approx(float(expected), abs=5e-7)

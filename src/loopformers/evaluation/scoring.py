@@ -161,9 +161,11 @@ class Tally:
             part = slice(start, start + CHUNK_TARGETS)
             logits = head(hidden[part])
             logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-            asked = logits.gather(-1, targets[part, None]).squeeze(-1)
-            nats += (logits.logsumexp(dim=-1) - asked).double().sum()
-            wrong[part] = _wrong(logits, targets[part], asked)
+            asked, highest = logits.gather(-1, targets[part, None]).squeeze(-1), logits.amax(dim=-1)
+            # log Σ exp(x) - x_asked from differences to the highest: adding it back would round away digits that differ.
+            others = (logits - highest[:, None]).exp_().sum(dim=-1).log()
+            nats += (others + (highest - asked)).double().sum()
+            wrong[part] = _wrong(logits, targets[part], is_highest=~(asked < highest))
         self.nats += nats.item()
         self.num_targets += len(targets)
         self.num_right += len(targets) - int(wrong.sum())
@@ -181,14 +183,13 @@ class Tally:
                 self.whole_by_difficulty[level] += whole
 
 
-def _wrong(logits: Tensor, targets: Tensor, asked: Tensor) -> Tensor:
+def _wrong(logits: Tensor, targets: Tensor, *, is_highest: Tensor) -> Tensor:
     """Return `logits.argmax(-1) != targets`, (targets,), by way of the maximum, which is cheaper than its place.
 
     The place is looked up only in rows whose target is as likely as any token: soft-capped logits can tie, and then the
     first of the most likely counts.
     """
-    wrong = asked < logits.amax(dim=-1)
-    likely = (~wrong).nonzero().squeeze(-1)
+    wrong, likely = ~is_highest, is_highest.nonzero().squeeze(-1)
     wrong[likely] = logits[likely].argmax(dim=-1) != targets[likely]
     return wrong
 
