@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from loopformers import LoopedForCausalLM
 from loopformers.cli.main import main
 from loopformers.data.tokenizer import BUNDLED_TOKENIZER_DIR
+from loopformers.nn import conditioning
+from tests.parity.frequencies import goldens_frequencies
 
 PARITY = Path(__file__).parents[1] / "parity"
 
@@ -42,7 +44,11 @@ def convert(*arguments: object) -> int:
 
 
 def test_a_checkpoint_becomes_a_folder_that_computes_what_the_official_code_did(
-    loopformer_file: Path, case_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    loopformer_file: Path,
+    case_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "out"
     arguments = [loopformer_file, out, "--case", case_file, "--num-loops", 8, "--tokenizer", BUNDLED_TOKENIZER_DIR]
@@ -55,8 +61,8 @@ def test_a_checkpoint_becomes_a_folder_that_computes_what_the_official_code_did(
     model = LoopedForCausalLM.from_pretrained(out).double().eval()
     assert record["num_parameters"] == sum(p.numel() for p in model.parameters())
     golden = load_file(PARITY / "lf_loopformer.safetensors")
-    # As close as frequencies are that another processor computes in float32: see tests/parity.
-    torch.testing.assert_close(model(golden["input_ids"]).logits, golden["logits.uniform_full"], rtol=1e-5, atol=1e-7)
+    monkeypatch.setattr(conditioning, "frequencies", goldens_frequencies)
+    torch.testing.assert_close(model(golden["input_ids"]).logits, golden["logits.uniform_full"], rtol=1e-9, atol=1e-9)
 
 
 def test_flt_folders_are_told_by_their_meta_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,13 +3,12 @@
 Goldens were computed in float64, and ours are compared at 1e-9. The FLT code casts its logits to float32 itself, so its
 logits, losses and residual norms are float32 tensors, and its gradients went through a float32 cross entropy: those are
 compared at what float32 leaves. The LoopFormer code takes the exponential of its frequencies in float32, whose last bit is
-the processor's: the goldens' own table stands below, and a test says how far another processor's is from it.
+the processor's: they are compared with the goldens' own, and a test says how far another processor's are from these.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -20,31 +19,18 @@ from safetensors.torch import load_file
 from loopformers import from_official
 from loopformers.model.convert import FLT_RULES, LOOPFORMER_RULES, _targets
 from loopformers.nn import conditioning
+from tests.parity.frequencies import goldens_frequencies, nearest_frequencies
 
 FOLDER = Path(__file__).parent
 FLT_CASES = sorted(path.stem for path in FOLDER.glob("flt_*.json"))
 LOOPFORMER_CASES = sorted(path.stem for path in FOLDER.glob("lf_*.json"))
-
-
-ROUNDED_UP = (12, 106)
-"""Frequencies that the goldens' processor gave one float32 above the nearest."""
-
-
-def nearest_frequencies():
-    exponents = -math.log(10000) * (torch.arange(128, dtype=torch.float32) / 128)
-    return exponents.double().exp().float()
-
-
 NATIVE_FREQUENCIES = conditioning.frequencies
 
 
 @pytest.fixture(autouse=True)
-def goldens_frequencies(monkeypatch):
+def on_the_goldens_processor(monkeypatch):
     """Compute with the frequencies that the goldens were computed with, whatever processor this is."""
-    table = nearest_frequencies()
-    for k in ROUNDED_UP:
-        table[k] = torch.nextafter(table[k], torch.tensor(2.0))
-    monkeypatch.setattr(conditioning, "frequencies", lambda device: table.to(device))
+    monkeypatch.setattr(conditioning, "frequencies", goldens_frequencies)
 
 
 def load(case_name):

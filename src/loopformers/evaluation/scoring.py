@@ -165,7 +165,7 @@ class Tally:
             # log Σ exp(x) - x_asked from differences to the highest: adding it back would round away digits that differ.
             others = (logits - highest[:, None]).exp_().sum(dim=-1).log()
             nats += (others + (highest - asked)).double().sum()
-            wrong[part] = _wrong(logits, targets[part], is_highest=~(asked < highest))
+            wrong[part] = _wrong(logits, targets[part], asked < highest)
         self.nats += nats.item()
         self.num_targets += len(targets)
         self.num_right += len(targets) - int(wrong.sum())
@@ -183,13 +183,13 @@ class Tally:
                 self.whole_by_difficulty[level] += whole
 
 
-def _wrong(logits: Tensor, targets: Tensor, *, is_highest: Tensor) -> Tensor:
+def _wrong(logits: Tensor, targets: Tensor, is_lower: Tensor) -> Tensor:
     """Return `logits.argmax(-1) != targets`, (targets,), by way of the maximum, which is cheaper than its place.
 
-    The place is looked up only in rows whose target is as likely as any token: soft-capped logits can tie, and then the
-    first of the most likely counts.
+    Where the target `is_lower` than the maximum, it is wrong. Elsewhere the place is looked up: soft-capped logits can
+    tie, and then the first of the most likely counts.
     """
-    wrong, likely = ~is_highest, is_highest.nonzero().squeeze(-1)
+    wrong, likely = is_lower.clone(), (~is_lower).nonzero().squeeze(-1)
     wrong[likely] = logits[likely].argmax(dim=-1) != targets[likely]
     return wrong
 
