@@ -1,10 +1,12 @@
 """What adaptive exit saves and costs: its time against a fixed budget, and the loss of what stands in deeper cache rows.
 
     python benchmarks/exit.py --threads 1 --json exit.json
+    python benchmarks/exit.py --hidden-size 768 --num-heads 6 --repeats 2
     python benchmarks/exit.py --sections rows --models runs/quickstart/flt runs/quickstart/elastic-flt
 
 Time: a batch of 8 decodes under a rule that is calibrated to an average budget, and at the fixed budgets on both sides of the
-average that it took, in turn and in one process; the ratio is to their interpolation. The clock is `speed.py`'s.
+average that it took, in turn and in one process; the ratio is to their interpolation, the prompt at the prompt's average and the
+new tokens at theirs. The clock is `speed.py`'s.
 
 Rows: trained models score held-out windows under rules, by the readable reference, with each of the things that
 can stand in for the keys and values of a token that has left.
@@ -18,7 +20,7 @@ import math
 import statistics
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -74,12 +76,16 @@ FAST = Sizes(
 
 @dataclass(frozen=True, kw_only=True)
 class TimeRow:
-    """One rule on one model. Seconds are of the whole call; quartiles are of the ratios."""
+    """One rule on one model. Loops are of new tokens, seconds of the whole call; quartiles are of the ratios.
+
+    `calls` is by how much the row that needs the most loops in all exceeds the mean row: a batch takes as long as its longest.
+    """
 
     preset: str
     rule: str
     average_loops: float
     spread: float
+    calls: float
     adaptive_seconds: float
     fixed_seconds: float
     ratio: float
@@ -145,32 +151,44 @@ def measure_time(presets: Sequence[str], sizes: Sizes, repeats: int, on_row: Any
 
             def decode(model: LoopedForCausalLM = model, prompt: Tensor = prompt, **run: Any) -> Any:
                 return model.generate(
-                    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=sizes.new_tokens, do_sample=False,
-                    pad_token_id=0, return_dict_in_generate=True, **run,
+                    prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
+                    pad_token_id=0, return_dict_in_generate=True, **{"max_new_tokens": sizes.new_tokens, **run},
                 )  # fmt: skip
 
             loops = decode(exit_rule=rule)[CACHE_NAME].exit_loops.float()
-            average = loops.mean().item()
-            low = min(math.floor(average), sizes.num_loops - 1)
+            of_prompt, of_new = loops[:, : sizes.prompt_tokens], loops[:, sizes.prompt_tokens :]
             times = []
             for _ in range(repeats):
                 adaptive = seconds(lambda: decode(exit_rule=rule))  # noqa: B023
-                below, above = seconds(lambda: decode(num_loops=low)), seconds(lambda: decode(num_loops=low + 1))  # noqa: B023
-                times.append((adaptive, below + (average - low) * (above - below)))
+                whole = _interpolated(lambda m: seconds(lambda: decode(num_loops=m)), of_new, sizes)
+                prompts = [
+                    _interpolated(lambda m: seconds(lambda: decode(num_loops=m, max_new_tokens=1)), part, sizes)
+                    for part in (of_prompt, of_new)
+                ]
+                times.append((adaptive, whole + prompts[0] - prompts[1]))
             ratios = [adaptive / fixed for adaptive, fixed in times]
             first, _, third = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
             on_row(
                 TimeRow(
                     preset=preset,
                     rule=str(rule) if rule.name != "spread" else f"spread over 1..{rule.deepest}",
-                    average_loops=average,
-                    spread=loops.std().item(),
+                    average_loops=of_new.mean().item(),
+                    spread=of_new.std().item(),
+                    calls=(of_new.sum(dim=1).max() / of_new.sum(dim=1).mean()).item(),
                     adaptive_seconds=statistics.median(adaptive for adaptive, _ in times),
                     fixed_seconds=statistics.median(fixed for _, fixed in times),
                     ratio=statistics.median(ratios),
                     quartiles=(first, third),
                 )
             )
+
+
+def _interpolated(seconds_at: Callable[[int], float], loops: Tensor, sizes: Sizes) -> float:
+    """Return the time of a budget that is the mean of `loops`, from those of the whole numbers on both sides of it."""
+    average = loops.mean().item()
+    low = min(math.floor(average), sizes.num_loops - 1)
+    below, above = seconds_at(low), seconds_at(low + 1)
+    return below + (average - low) * (above - below)
 
 
 def measure_rows(folders: Sequence[str], data: str, num_windows: int, on_row: Any) -> None:
@@ -233,7 +251,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", default="bundled", help="what they are scored on, or task (default: %(default)s)")
     parser.add_argument("--windows", type=int, default=192, help="of it (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="timings of each (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=int, help="of the timed models (default: 2048)")
+    for name in ("vocab_size", "hidden_size", "num_heads", "num_layers", "batch_size", "new_tokens"):
+        default = getattr(Sizes(), name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"of what is timed (default: {default})")
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--fast", action="store_true", help="tiny sizes, whose numbers say nothing")
@@ -246,7 +266,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     sizes = FAST if arguments.fast else Sizes()
-    sizes = sizes if arguments.vocab_size is None else replace(sizes, vocab_size=arguments.vocab_size)
+    given = {name: value for name, value in vars(arguments).items() if name in asdict(sizes) and value is not None}
+    sizes = replace(sizes, **given)
     times: list[TimeRow] = []
     rows: list[RowsRow] = []
     console = Console()

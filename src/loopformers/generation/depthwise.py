@@ -10,7 +10,9 @@ Which tokens come out is what one row at a time would give: `tests/generation/te
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,15 +162,21 @@ class _Rows:
         # One call prepares every position that may come: the function and the rotary tables of all of them.
         every = torch.arange(max_length - 1, device=self.device)[None]  # the last token is not run
         self.context = model.model.prepare(torch.zeros_like(every), None, every, None, None, schedule).context
+        rotary = self.context.rotary
+        self.tables = None if rotary is None else torch.stack([table[0, 0] for table in rotary])
         self.by_views = self.device.type == "cpu" and model.config._attn_implementation == "sdpa"
         self.modulations = model.model.modulations(schedule, cache, self.device)
         self.step_sizes = torch.tensor(schedule.step_sizes, device=self.device, dtype=model.dtype)
         self.windows = [model.config.window("core", i) for i in range(model.config.num_hidden_layers)]
         self.store = _Store(cache, schedule.num_loops, max_length)
+        self.entering: list[_Entering] = []
 
     def run_one_loop(self, next_token: NextToken) -> None:
         """Run one loop of every running row, and let those that leave emit their tokens."""
         self.store.reach(max(self.depth) + 1, max(self.column) + 1)
+        depth = dict(zip(self.running, self.depth, strict=True))
+        if any(depth.get(entering.row, 0) >= entering.loop_idx for entering in self.entering):
+            self._enter()
         self.state = self._loop()
         self.depth = [depth + 1 for depth in self.depth]
         trunk = self.model.model
@@ -188,22 +196,29 @@ class _Rows:
         """Let tokens that leave enter the loop behind, and their keys and values stand in for those of deeper ones."""
         if not which:
             return
-        loops = [self.depth[i] for i in which]
-        self.store.reach(max(loops) + 1, max(self.column) + 1)
-        for i in which:
-            self.store.fill_deeper(self.running[i], self.column[i], self.depth[i])
-        at, loop = torch.tensor(which, device=self.device), torch.tensor(loops, device=self.device)
-        modulation = None if self.modulations is None else self.modulations[loop].permute(1, 2, 0, 3)[..., None, :]
-        tables = self._tables(self._positions()[at, 0])
-        taking = _Entered(self.store, [(self.running[i], self.column[i], self.depth[i]) for i in which])
-        self.model.model.enter_loop(
-            self.inputs[at],
-            self.state[at],
-            self.step_sizes[loop][:, None, None],
-            modulation,
-            AttentionContext(self.context.function, {}, tables, tables),
-            taking,
+        self.store.reach(max(self.depth[i] for i in which) + 1, max(self.column) + 1)
+        at = torch.tensor(which, device=self.device)
+        tensors = (x[at].unbind() for x in (self.inputs, self.state, self._positions()))  # copies, for rows move on
+        for i, *mine in zip(which, *tensors, strict=True):
+            row, column, depth = self.running[i], self.column[i], self.depth[i]
+            self.store.fill_deeper(row, column, depth)
+            self.entering.append(_Entering(row, column, depth, *mine))
+
+    def _enter(self) -> None:
+        """Write the keys and values of tokens in the loop that they enter: many in one call, when one of them is to be read."""
+        entering, self.entering = self.entering, []
+        if not entering:
+            return
+        inputs, state, positions = (
+            torch.stack([part(x) for x in entering])
+            for part in (attrgetter("inputs"), attrgetter("state"), attrgetter("position"))
         )
+        loop = torch.tensor([x.loop_idx for x in entering], device=self.device)
+        modulation = None if self.modulations is None else self.modulations[loop].permute(1, 2, 0, 3)[..., None, :]
+        tables = self._tables(positions[:, 0])
+        context = AttentionContext(self.context.function, {}, tables, tables)
+        step_sizes = self.step_sizes[loop][:, None, None]
+        self.model.model.enter_loop(inputs, state, step_sizes, modulation, context, _Entered(self.store, entering))
 
     def emit(self, which: list[int], logits: Tensor, next_token: NextToken) -> None:
         """Choose the next token of some running rows, and start it where the row is not done.
@@ -241,10 +256,10 @@ class _Rows:
 
     def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the rotary tables of one position a row, (rows,)."""
-        every = self.context.rotary
-        if every is None:
+        if self.tables is None:
             return None
-        return every[0][0, 0, positions][:, None, None], every[1][0, 0, positions][:, None, None]
+        cos, sin = self.tables[:, positions, None, None]
+        return cos, sin
 
     def _loop(self) -> Tensor:
         """As `LoopedModel.one_loop`, with each row in a loop of its own; in its first loop a row sees no state."""
@@ -254,20 +269,9 @@ class _Rows:
         modulation = None if self.modulations is None else self.modulations[loop].permute(1, 2, 0, 3)[..., None, :]
         rows = torch.tensor(self.running, device=self.device)
         column = torch.tensor(self.column, device=self.device)
-        num_keys = max(self.column) + 1
-        tables = self._tables(self._positions()[:, 0])
-        lines = [depth * self.store.batch_size + row for depth, row in zip(self.depth, self.running, strict=True)]
-        line = torch.tensor(lines, device=self.device)
-        masks: dict[int | None, Tensor | None]
-        if self.by_views:
-            masks = dict.fromkeys(self.windows)
-            first = self.first_text.tolist()
-            spans = [(at, first[row], end + 1) for at, row, end in zip(lines, self.running, self.column, strict=True)]
-            function = _attend_by_views(spans)
-        else:
-            masks = self._masks(rows, column, num_keys)
-            function = _attend_by_copies(self.context.function, line, num_keys)
-        context = AttentionContext(function, masks, tables)
+        line = loop * self.store.batch_size + rows
+        places = line * self.store.capacity + column
+        contexts = self._contexts(rows, line, column)
         stream: Any = trunk.stream
         restarted = stream(self.inputs, state, self.step_sizes[loop][:, None, None])
         x = torch.where(fresh, stream(self.inputs, None, 1.0), restarted)
@@ -275,12 +279,27 @@ class _Rows:
             entered, signal = trunk.injection(i, x, state)
             x = layer(
                 x if entered is x else torch.where(fresh, x, entered),
-                context,
+                contexts[i],
                 signal=None if signal is None else torch.where(fresh, x, signal),  # a query made of the stream itself
                 modulation=None if modulation is None else Modulation(*modulation[i]),
-                slot=self.store.slot(i, line, column),
+                slot=self.store.slot(i, places),
             )
         return trunk.norm(x) if self.model.config.loop_norm else x
+
+    def _contexts(self, rows: Tensor, line: Tensor, column: Tensor) -> list[AttentionContext]:
+        """Return what each layer attends with: rows, their lines and the columns of their tokens, (rows,) each."""
+        tables = self._tables(self._positions()[:, 0])
+        if self.by_views:
+            first_text = self.first_text.tolist()
+            views = self.store.views(
+                (loop_idx, row, first_text[row], column + 1)
+                for loop_idx, row, column in zip(self.depth, self.running, self.column, strict=True)
+            )
+            none: dict[int | None, Tensor | None] = dict.fromkeys(self.windows)
+            return [AttentionContext(_attend_by_views(*of_layer), none, tables) for of_layer in views]
+        num_keys = max(self.column) + 1
+        function = _attend_by_copies(self.context.function, line, num_keys)
+        return [AttentionContext(function, self._masks(rows, column, num_keys), tables)] * len(self.windows)
 
     def _masks(self, rows: Tensor, column: Tensor, num_keys: int) -> dict[int | None, Tensor | None]:
         """Return which keys each row's one query sees: its own text up to now, (rows, 1, 1, keys), by window."""
@@ -319,6 +338,7 @@ class _Rows:
 
     def finish(self, pad: Tensor | None) -> Tensor:
         """Hand the keys and values to the cache, and return the sequences, (batch, longest), padded on the right."""
+        self._enter()
         longest = max(map(len, self.sequences))
         num_new = longest - 1 - self.cache.get_seq_length()
         filler = 0 if pad is None else int(pad)
@@ -336,79 +356,129 @@ class _Rows:
 
 
 class _Store:
-    """Keys and values of all loops in one tensor, (layers, loops, batch, heads, tokens, dim): a row can be in any loop.
+    """Keys and values of all loops in one tensor, (layers, loops, batch, tokens, 2, heads, dim): a row can be in any loop.
 
-    Loops are filled as they are reached, so that what nobody reaches is never touched.
+    What a token leaves in a layer lies together, so that it is written at once. Loops are filled as they are reached, so that
+    what nobody reaches is never touched.
     """
 
     def __init__(self, cache: LoopedCache, num_loops: int, capacity: int) -> None:
         self.cache = cache
         self.num_layers = cache.layout.num_core_layers
         self.num_reached = 0
-        first = cache.slot("core", 0)
-        assert first.keys is not None, "the prompt has been cached"
-        assert first.values is not None, "keys and values are written together"
-        self.batch_size, num_heads, _, head_dim = first.keys.shape
-        shape = (self.num_layers, num_loops, self.batch_size, num_heads, capacity, head_dim)
-        # Zeros: a kernel weighs what it masks by 0, and 0 times the NaN that memory may hold is NaN.
-        self.keys, self.values = first.keys.new_zeros(shape), first.values.new_zeros(shape)
+        first = cache.slot("core", 0).keys
+        assert first is not None, "the prompt has been cached"
+        self.batch_size, num_heads, _, head_dim = first.shape
+        self.capacity = capacity
+        self.rows = first.new_empty(self.num_layers, num_loops, self.batch_size, capacity, 2, num_heads, head_dim)
 
     def reach(self, num_loops: int, num_tokens: int) -> None:
         """See that the first `num_loops` loops hold what there is of the first `num_tokens` tokens."""
         for loop_idx in range(self.num_reached, num_loops):
+            if loop_idx:
+                self.rows[:, loop_idx, :, :num_tokens] = self.rows[:, loop_idx - 1, :, :num_tokens]
+            # Zeros: a kernel weighs what it masks by 0, and 0 times the NaN that memory may hold is NaN.
+            self.rows[:, loop_idx, :, num_tokens if loop_idx else 0 :] = 0
             for i in range(self.num_layers):
                 slot = self.cache.slot("core", i, loop_idx)
-                for store, mine in ((self.keys, slot.keys), (self.values, slot.values)):
-                    if loop_idx:
-                        store[i, loop_idx, ..., :num_tokens, :] = store[i, loop_idx - 1, ..., :num_tokens, :]
+                for store, mine in zip(self._of_slot(i, loop_idx), (slot.keys, slot.values), strict=True):
                     if mine is not None:
-                        store[i, loop_idx, ..., : slot.num_filled, :] = mine[..., : slot.num_filled, :]
+                        store[..., : slot.num_filled, :] = mine[..., : slot.num_filled, :]
         self.num_reached = max(self.num_reached, num_loops)
 
-    def slot(self, layer_idx: int, line: Tensor, column: Tensor) -> KeyValueSlot:
-        """Return a cache row for one layer that takes a token of each running row at its line and column."""
-        return _Lines(self.keys[layer_idx].flatten(0, 1), self.values[layer_idx].flatten(0, 1), line, column)
+    def slot(self, layer_idx: int, places: Tensor) -> KeyValueSlot:
+        """Return a cache row for one layer that takes a token of each running row.
+
+        Args:
+            layer_idx: Which layer.
+            places: Of each row's token among those of all lines, `line * capacity + column`, (rows,).
+        """
+        return _Lines(self.rows[layer_idx].flatten(0, 1), places)
+
+    def views(self, spans: Iterable[tuple[int, int, int, int]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Return where keys and values of some rows lie, by layer: of each row (1, heads, tokens, dim).
+
+        Args:
+            spans: Loop, row, first token and end of each.
+        """
+        keys, values = [], []
+        for loop_idx, row, first, end in spans:
+            k, v = self.rows[:, loop_idx, row : row + 1, first:end].permute(3, 0, 1, 4, 2, 5)
+            keys.append(k.unbind())
+            values.append(v.unbind())
+        return [(list(k), list(v)) for k, v in zip(zip(*keys, strict=True), zip(*values, strict=True), strict=True)]
 
     def fill_deeper(self, row: int, column: int, num_loops: int) -> None:
         """Let a token's keys and values of its last loop stand in for those of deeper ones."""
-        for store in (self.keys, self.values):
-            store[:, num_loops : self.num_reached, row, :, column] = store[:, num_loops - 1 : num_loops, row, :, column]
+        mine = self.rows[:, :, row, column]
+        mine[:, num_loops : self.num_reached] = mine[:, num_loops - 1 : num_loops]
 
     def give_back(self, num_tokens: int) -> None:
-        """Make the cache's rows of these tensors."""
+        """Make the cache's rows of this tensor."""
         for loop_idx in range(self.num_reached):
             for i in range(self.num_layers):
                 slot = self.cache.slot("core", i, loop_idx)
-                slot.keys, slot.values = self.keys[i, loop_idx], self.values[i, loop_idx]
+                slot.keys, slot.values = self._of_slot(i, loop_idx)
                 slot.num_filled = num_tokens
                 slot.is_initialized = True
+
+    def _of_slot(self, layer_idx: int, loop_idx: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of a layer in a loop, (batch, heads, tokens, dim) each."""
+        keys, values = self.rows[layer_idx, loop_idx].permute(2, 0, 3, 1, 4)
+        return keys, values
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Entering:
+    """A token that has left, with what its keys and values in the loop that it enters are made of.
+
+    Attributes:
+        row: Its row.
+        column: Its place.
+        loop_idx: The loop.
+        inputs: The core's inputs, (1, dim).
+        state: What it left with, (1, dim).
+        position: Its position, (1,).
+    """
+
+    row: int
+    column: int
+    loop_idx: int
+    inputs: Tensor
+    state: Tensor
+    position: Tensor
 
 
 class _Entered:
     """The first layer's rows of the loops that tokens enter and do not run, and of deeper ones: written, and not read."""
 
-    def __init__(self, store: _Store, where: list[tuple[int, int, int]]) -> None:
-        self.store, self.where = store, where
+    def __init__(self, store: _Store, entering: list[_Entering]) -> None:
+        self.store, self.entering = store, entering
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write (rows, heads, 1, dim) twice, each into all loops from its own on, and return them."""
-        for store, new in ((self.store.keys, keys), (self.store.values, values)):
-            for i, (row, column, loop_idx) in enumerate(self.where):
-                store[0, loop_idx : self.store.num_reached, row, :, column] = new[i, :, 0]
+        """Write (tokens, heads, 1, dim) twice, each into all loops from its own on, and return them."""
+        for new, mine in zip(_of_tokens(keys, values), self.entering, strict=True):
+            self.store.rows[0, mine.loop_idx : self.store.num_reached, mine.row, mine.column] = new
         return keys, values
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class _Lines:
-    """One layer's keys and values, (lines, heads, tokens, dim) twice; a line is a row of the batch in a loop."""
+    """One layer's keys and values, (lines, tokens, 2, heads, dim); a line is a row of the batch in a loop."""
 
-    def __init__(self, keys: Tensor, values: Tensor, line: Tensor, column: Tensor) -> None:
-        self.keys, self.values, self.line, self.column = keys, values, line, column
+    lines: Tensor
+    places: Tensor
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write one token of each running row, (rows, heads, 1, dim) twice, and return all lines."""
-        self.keys[self.line, :, self.column] = keys[:, :, 0]
-        self.values[self.line, :, self.column] = values[:, :, 0]
-        return self.keys, self.values
+        self.lines.flatten(0, 1).index_copy_(0, self.places, _of_tokens(keys, values))
+        keys, values = self.lines.permute(2, 0, 3, 1, 4)
+        return keys, values
+
+
+def _of_tokens(keys: Tensor, values: Tensor) -> Tensor:
+    """Put what one token each leaves together, (tokens, heads, 1, dim) twice -> (tokens, 2, heads, dim)."""
+    return torch.stack([keys[:, :, 0], values[:, :, 0]], dim=1)
 
 
 def _attend_by_copies(attention: AttentionFunction, line: Tensor, num_keys: int) -> AttentionFunction:
@@ -423,11 +493,12 @@ def _attend_by_copies(attention: AttentionFunction, line: Tensor, num_keys: int)
     return function
 
 
-def _attend_by_views(spans: list[tuple[int, int, int]]) -> AttentionFunction:
+def _attend_by_views(keys: Sequence[Tensor], values: Sequence[Tensor]) -> AttentionFunction:
     """Return SDPA that reads each running row's keys where they lie: no copies, which are what a CPU waits for.
 
     Args:
-        spans: Line, first token and end of each row's text.
+        keys: Of each row's text, (1, heads, tokens, dim).
+        values: The same.
     """
 
     def function(
@@ -443,14 +514,10 @@ def _attend_by_views(spans: list[tuple[int, int, int]]) -> AttentionFunction:
     ) -> tuple[Tensor, None]:
         shares_keys = query.shape[1] != key.shape[1]
         outputs = []
-        for i, (line, first, end) in enumerate(spans):
-            start = first if sliding_window is None else max(first, end - sliding_window)
-            row, keys, values = (
-                query[i : i + 1],
-                key[line : line + 1, :, start:end],
-                value[line : line + 1, :, start:end],
-            )
-            outputs.append(F.scaled_dot_product_attention(row, keys, values, scale=scaling, enable_gqa=shares_keys))
+        for row, k, v in zip(query.split(1), keys, values, strict=True):
+            if sliding_window is not None:
+                k, v = k[:, :, -sliding_window:], v[:, :, -sliding_window:]
+            outputs.append(F.scaled_dot_product_attention(row, k, v, scale=scaling, enable_gqa=shares_keys))
         return torch.cat(outputs).transpose(1, 2), None
 
     return function
