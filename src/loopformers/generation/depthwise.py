@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["can_decode_depthwise", "decode_depthwise"]
 
+MOST_ENTERING = 256
+"""Tokens that wait to enter a loop that they do not run: their keys and values there are computed together."""
+
 
 def can_decode_depthwise(
     model: LoopedForCausalLM, input_ids: Tensor, generation_config: Any, options: dict[str, Any]
@@ -174,8 +177,7 @@ class _Rows:
     def run_one_loop(self, next_token: NextToken) -> None:
         """Run one loop of every running row, and let those that leave emit their tokens."""
         self.store.reach(max(self.depth) + 1, max(self.column) + 1)
-        depth = dict(zip(self.running, self.depth, strict=True))
-        if any(depth.get(entering.row, 0) >= entering.loop_idx for entering in self.entering):
+        if self._must_enter():
             self._enter()
         self.state = self._loop()
         self.depth = [depth + 1 for depth in self.depth]
@@ -204,8 +206,14 @@ class _Rows:
             self.store.fill_deeper(row, column, depth)
             self.entering.append(_Entering(row, column, depth, *mine))
 
+    def _must_enter(self) -> bool:
+        """Whether the coming call reads what a token that has left is to write, or many are waiting."""
+        depth = dict(zip(self.running, self.depth, strict=True))
+        is_read = any(depth.get(entering.row, 0) >= entering.loop_idx for entering in self.entering)
+        return is_read or len(self.entering) >= MOST_ENTERING
+
     def _enter(self) -> None:
-        """Write the keys and values of tokens in the loop that they enter: many in one call, when one of them is to be read."""
+        """Write the keys and values of tokens in the loop that they enter, many in one call."""
         entering, self.entering = self.entering, []
         if not entering:
             return
