@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from loopformers.model.cache import LoopedCache
     from loopformers.model.config import LoopConfig
     from loopformers.model.convert import from_official
-    from loopformers.model.modeling import LoopedForCausalLM, LoopedModel
+    from loopformers.model.modeling import LoopedForCausalLM
+    from loopformers.model.trunk import LoopedModel
 
 __version__ = "0.1.0"
 
@@ -32,7 +33,7 @@ _LAZY = {
     "LoopConfig": "loopformers.model.config",
     "LoopedCache": "loopformers.model.cache",
     "LoopedForCausalLM": "loopformers.model.modeling",
-    "LoopedModel": "loopformers.model.modeling",
+    "LoopedModel": "loopformers.model.trunk",
     "from_official": "loopformers.model.convert",
 }
 

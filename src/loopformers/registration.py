@@ -31,7 +31,8 @@ def register_models() -> None:
     from transformers import AutoModel, AutoModelForCausalLM
 
     from loopformers.model.config import LoopConfig
-    from loopformers.model.modeling import LoopedForCausalLM, LoopedModel
+    from loopformers.model.modeling import LoopedForCausalLM
+    from loopformers.model.trunk import LoopedModel
 
     AutoModel.register(LoopConfig, LoopedModel, exist_ok=True)
     AutoModelForCausalLM.register(LoopConfig, LoopedForCausalLM, exist_ok=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from loopformers.errors import ConfigError
-from loopformers.model.modeling import LoopedModel
+from loopformers.model.trunk import LoopedModel
 
 __all__ = ["LoopTrace", "record_loops"]
 

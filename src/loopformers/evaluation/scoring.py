@@ -23,7 +23,8 @@ from loopformers.objectives.cross_entropy import IGNORE
 from loopformers.schedule import Schedule
 
 if TYPE_CHECKING:
-    from loopformers.model.modeling import LoopedForCausalLM, PreparedInputs
+    from loopformers.model.modeling import LoopedForCausalLM
+    from loopformers.model.trunk import PreparedInputs
     from loopformers.recurrence.unroll import Observer
 
 __all__ = [

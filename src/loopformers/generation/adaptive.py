@@ -22,13 +22,14 @@ from torch import Tensor
 from loopformers.errors import ConfigError
 from loopformers.generation.look import Look
 from loopformers.generation.tokens import Tokens
-from loopformers.model.modeling import LoopedCausalLMOutput
+from loopformers.model.outputs import LoopedCausalLMOutput
 from loopformers.model.transformers_range import CACHE_NAME
 
 if TYPE_CHECKING:
     from loopformers.generation.rules import ExitRule
     from loopformers.model.cache import LoopedCache, SlotSource
-    from loopformers.model.modeling import LoopedForCausalLM, PreparedInputs
+    from loopformers.model.modeling import LoopedForCausalLM
+    from loopformers.model.trunk import PreparedInputs
     from loopformers.schedule import Schedule
 
 __all__ = ["adaptive_forward", "exit_logits"]

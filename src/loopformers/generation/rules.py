@@ -20,7 +20,8 @@ from loopformers.generation.untrained import warn_where_untrained
 from loopformers.model.transformers_range import CACHE_NAME
 
 if TYPE_CHECKING:
-    from loopformers.model.modeling import LoopedCausalLMOutput, LoopedForCausalLM
+    from loopformers.model.modeling import LoopedForCausalLM
+    from loopformers.model.outputs import LoopedCausalLMOutput
 
 __all__ = ["EXIT_RULES", "ArgmaxExit", "EntropyExit", "ExitRule", "KLExit", "StateChangeExit", "parse_exit_rule"]
 

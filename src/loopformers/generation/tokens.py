@@ -11,7 +11,7 @@ from torch import Tensor
 from loopformers.model.cache import LoopedCache, SlotLayer, SlotSource
 
 if TYPE_CHECKING:
-    from loopformers.model.modeling import PreparedInputs
+    from loopformers.model.trunk import PreparedInputs
     from loopformers.nn.attention import AttentionContext, KeyValueSlot
     from loopformers.recurrence.slots import Stage
 
