@@ -105,9 +105,9 @@ def decode_depthwise(
     )
     rows = _Rows(model, rule, schedule, cache, input_ids, generation_config.max_length)
 
-    def next_token(ids: Tensor, logits: Tensor) -> tuple[Tensor, bool]:
-        token = _choose(ids, logits, logits_processor, generation_config.do_sample)
-        return token, bool(stopping_criteria(torch.cat([ids, token], dim=1), None).all())
+    def next_token(ids: Tensor, logits: Tensor) -> bool:
+        ids[:, -1:] = _choose(ids[:, :-1], logits, logits_processor, generation_config.do_sample)
+        return bool(stopping_criteria(ids, None).all())
 
     rows.emit(list(range(len(input_ids))), prompt.logits[:, -1], next_token)
     while rows.running:
@@ -118,8 +118,9 @@ def decode_depthwise(
     return sequences
 
 
-NextToken = Callable[[Tensor, Tensor], tuple[Tensor, bool]]
-"""(sequence so far (1, seq), logits (1, vocab)) -> the next token (1, 1), and whether the row is done."""
+NextToken = Callable[[Tensor, Tensor], bool]
+"""(sequence so far and a place for the next token (1, seq + 1), logits (1, vocab)): fills the place, and says whether the row is
+done."""
 
 
 def _choose(ids: Tensor, logits: Tensor, processor: Callable[[Tensor, Tensor], Tensor], do_sample: bool) -> Tensor:
@@ -152,7 +153,9 @@ class _Rows:
         batch_size, num_prompt = input_ids.shape
         assert cache.positions is not None, "the prompt has been cached"
         valid = torch.ones_like(cache.positions, dtype=torch.bool) if cache.valid is None else cache.valid
-        self.sequences: list[list[int]] = input_ids.tolist()
+        self.ids = input_ids.new_zeros(batch_size, max_length)
+        self.ids[:, :num_prompt] = input_ids
+        self.length = [num_prompt] * batch_size
         self.loops: list[list[int]] = [[] for _ in range(batch_size)]
         self.running = list(range(batch_size))
         self.depth = [0] * batch_size
@@ -238,10 +241,9 @@ class _Rows:
         """
         going, done = [], set()
         for at, i in enumerate(which):
-            sequence = self.sequences[self.running[i]]
-            token, stops = next_token(torch.tensor([sequence], device=self.device), logits[at : at + 1])
-            sequence.append(int(token))
-            if stops:
+            row = self.running[i]
+            self.length[row] += 1
+            if next_token(self.ids[row : row + 1, : self.length[row]], logits[at : at + 1]):
                 done.add(i)
             else:
                 self.depth[i] = 0
@@ -249,8 +251,8 @@ class _Rows:
                 going.append(i)
         if going:
             trunk, at_going = self.model.model, torch.tensor(going, device=self.device)
-            tokens = torch.tensor([[self.sequences[self.running[i]][-1]] for i in going], device=self.device)
-            inputs = trunk.embed_tokens(tokens)
+            rows = [self.running[i] for i in going]
+            inputs = trunk.embed_tokens(self.ids[rows, [self.length[row] - 1 for row in rows]][:, None])
             if self.model.config.position_embedding == "learned":
                 inputs = inputs + trunk.embed_positions(self._positions()[at_going])
             self.inputs[at_going] = inputs
@@ -347,7 +349,7 @@ class _Rows:
     def finish(self, pad: Tensor | None) -> Tensor:
         """Hand the keys and values to the cache, and return the sequences, (batch, longest), padded on the right."""
         self._enter()
-        longest = max(map(len, self.sequences))
+        longest = max(self.length)
         num_new = longest - 1 - self.cache.get_seq_length()
         filler = 0 if pad is None else int(pad)
         if num_new > 0:
@@ -360,7 +362,8 @@ class _Rows:
                 valid = torch.cat([past, loops > 0], dim=1)
             self.store.give_back(longest - 1)
             self.cache.advance(positions, valid, loops)
-        return torch.tensor([[*ids, *[filler] * (longest - len(ids))] for ids in self.sequences], device=self.device)
+        ended = torch.arange(longest, device=self.device) >= torch.tensor(self.length, device=self.device)[:, None]
+        return self.ids[:, :longest].masked_fill(ended, filler)
 
 
 class _Store:
