@@ -16,6 +16,7 @@ ORDINARY = [
     ("lt-input", {}),
     ("lt-query", {}),
     ("flt-residual", {}),
+    ("elastic-balanced", {}),
     ("loopformer", {}),
     ("elastic-flt", {}),
     ("tmlt", {}),
@@ -82,6 +83,33 @@ def test_padded_rows_that_stop_at_other_times_are_what_they_are_alone(preset, ca
         found = cache.exit_loops[row, 9 : 9 + num_run]
         assert torch.equal(found, loops[0, -5:][:num_run])
         assert (cache.exit_loops[row, 9 + num_run :] == 0).all()
+
+
+@pytest.mark.parametrize("preset", ["flt", "elastic-flt"])
+@pytest.mark.parametrize("rule", [BY_TOKEN, AfterLoops(1)], ids=["by token", "after one"])
+def test_tokens_may_enter_the_next_loop_one_by_one_or_many_together(preset, rule, monkeypatch, calls):
+    model, caches, sizes = build(preset, {}), {}, {}
+    enter = depthwise._Rows._enter
+
+    def counted(self):
+        sizes.setdefault(depthwise.MOST_ENTERING, []).append(len(self.entering))
+        enter(self)
+
+    monkeypatch.setattr(depthwise._Rows, "_enter", counted)
+    for most in (1, 5, 256):
+        monkeypatch.setattr(depthwise, "MOST_ENTERING", most)
+        asked = {"max_new_tokens": 8, "do_sample": False, "exit_rule": rule, "return_dict_in_generate": True}
+        caches[most] = model.generate(tokens(), **asked)[CACHE_NAME]
+    assert calls
+    assert len(sizes[1]) > len(sizes[5]) >= len(sizes[256])
+    assert sum(sizes[1]) == sum(sizes[5]) == sum(sizes[256]) > 0
+    for most in (5, 256):
+        assert torch.equal(caches[1].exit_loops, caches[most].exit_loops)
+        for one, other in zip(caches[1].layers, caches[most].layers, strict=True):
+            assert one.num_filled == other.num_filled
+            for name in ("keys", "values"):
+                mine, theirs = (getattr(slot, name)[:, :, : one.num_filled] for slot in (one, other))
+                torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_the_cache_that_comes_back_goes_on_exactly(calls):
