@@ -90,6 +90,20 @@ def test_claims_are_judged_for_each_variant(make: Make) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("losses", "numbers"),
+    [
+        ((6.41, 6.43), "0.01 to 0.03 nats above"),
+        ((6.42,), "0.02 nats above"),
+        ((6.3, 6.35), "0.05 to 0.10 nats below"),
+        ((6.38, 6.42), "-0.02 to 0.02 nats below"),
+    ],
+)
+def test_a_claim_says_on_which_side_of_the_unigram_level_losses_are(losses, numbers, make: Make) -> None:
+    cells = [make("lt", 12, seed, loss) for seed, loss in enumerate(losses)]
+    assert judge_claims(Groups(cells))[0].evidence == numbers
+
+
 def test_the_summary_says_what_was_seen_and_what_was_not(results: list[CellResult], make: Make) -> None:
     changed = change(results, make, "flt", 12, None)
     groups = Groups(changed)

@@ -136,7 +136,17 @@ def _losses(groups: Sequence[Group]) -> list[float]:
 
 
 def _below(low: float, high: float) -> str:
-    return f"{low:.2f} to {high:.2f} nats below"
+    """Say where losses stand by how far they are below the unigram level, negative above it."""
+    if high < 0:
+        low, high, side = -high, -low, "above"
+    else:
+        side = "below"
+    return f"{_range(low, high)} nats {side}"
+
+
+def _range(low: float, high: float) -> str:
+    ends = f"{low:.2f}", f"{high:.2f}"
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
 def _listed(loops: Sequence[int], losses: Sequence[float]) -> str:
