@@ -78,14 +78,14 @@ FAST = Sizes(
 class TimeRow:
     """One rule on one model. Loops are of new tokens, seconds of the whole call; quartiles are of the ratios.
 
-    `calls` is by how much the row that needs the most loops in all exceeds the mean row: a batch takes as long as its longest.
+    `longest_row`: loops of the row that needs most of them in all, by those of the mean row; a batch takes as long as that row.
     """
 
     preset: str
     rule: str
     average_loops: float
     spread: float
-    calls: float
+    longest_row: float
     adaptive_seconds: float
     fixed_seconds: float
     ratio: float
@@ -174,7 +174,7 @@ def measure_time(presets: Sequence[str], sizes: Sizes, repeats: int, on_row: Any
                     rule=str(rule) if rule.name != "spread" else f"spread over 1..{rule.deepest}",
                     average_loops=of_new.mean().item(),
                     spread=of_new.std().item(),
-                    calls=(of_new.sum(dim=1).max() / of_new.sum(dim=1).mean()).item(),
+                    longest_row=(of_new.sum(dim=1).max() / of_new.sum(dim=1).mean()).item(),
                     adaptive_seconds=statistics.median(adaptive for adaptive, _ in times),
                     fixed_seconds=statistics.median(fixed for _, fixed in times),
                     ratio=statistics.median(ratios),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,9 +133,10 @@ class _Rows:
     """Rows on their way, each with a token and a loop of its own.
 
     Attributes:
-        running: Rows that are not done; all that follows is in their order.
-        depth: Loops that each has run of its token.
-        column: Where that token stands in the sequence and in the cache.
+        ids: Tokens of all rows, (batch, max_length).
+        length: Tokens that each row has.
+        running: Rows that are not done.
+        depth: Loops that each of these has run of its last token.
     """
 
     def __init__(
@@ -159,7 +159,6 @@ class _Rows:
         self.loops: list[list[int]] = [[] for _ in range(batch_size)]
         self.running = list(range(batch_size))
         self.depth = [0] * batch_size
-        self.column = [num_prompt - 1] * batch_size
         self.first_text = valid.long().argmax(dim=1)
         self.offset = cache.positions[:, -1] - num_prompt + 1  # from columns to positions
         self.inputs = torch.zeros(batch_size, 1, model.config.hidden_size, dtype=model.dtype, device=self.device)
@@ -176,6 +175,11 @@ class _Rows:
         self.windows = [model.config.window("core", i) for i in range(model.config.num_hidden_layers)]
         self.store = _Store(cache, schedule.num_loops, max_length)
         self.entering: list[_Entering] = []
+
+    @property
+    def column(self) -> list[int]:
+        """Where the last token of each running row stands, in the sequence and in the cache."""
+        return [self.length[row] - 1 for row in self.running]
 
     def run_one_loop(self, next_token: NextToken) -> None:
         """Run one loop of every running row, and let those that leave emit their tokens."""
@@ -203,11 +207,11 @@ class _Rows:
             return
         self.store.reach(max(self.depth[i] for i in which) + 1, max(self.column) + 1)
         at = torch.tensor(which, device=self.device)
-        tensors = (x[at].unbind() for x in (self.inputs, self.state, self._positions()))  # copies, for rows move on
-        for i, *mine in zip(which, *tensors, strict=True):
-            row, column, depth = self.running[i], self.column[i], self.depth[i]
+        for i, inputs, state in zip(which, self.inputs[at], self.state[at], strict=True):  # copies, for rows move on
+            row, depth = self.running[i], self.depth[i]
+            column = self.length[row] - 1
             self.store.fill_deeper(row, column, depth)
-            self.entering.append(_Entering(row, column, depth, *mine))
+            self.entering.append(_Entering(row, column, depth, inputs, state))
 
     def _must_enter(self) -> bool:
         """Whether the coming call reads what a token that has left is to write, or many are waiting."""
@@ -220,13 +224,10 @@ class _Rows:
         entering, self.entering = self.entering, []
         if not entering:
             return
-        inputs, state, positions = (
-            torch.stack([part(x) for x in entering])
-            for part in (attrgetter("inputs"), attrgetter("state"), attrgetter("position"))
-        )
+        inputs, state = torch.stack([x.inputs for x in entering]), torch.stack([x.state for x in entering])
         loop = torch.tensor([x.loop_idx for x in entering], device=self.device)
         modulation = None if self.modulations is None else self.modulations[loop].permute(1, 2, 0, 3)[..., None, :]
-        tables = self._tables(positions[:, 0])
+        tables = self._tables([x.row for x in entering], [x.column for x in entering])
         context = AttentionContext(self.context.function, {}, tables, tables)
         step_sizes = self.step_sizes[loop][:, None, None]
         self.model.model.enter_loop(inputs, state, step_sizes, modulation, context, _Entered(self.store, entering))
@@ -247,28 +248,27 @@ class _Rows:
                 done.add(i)
             else:
                 self.depth[i] = 0
-                self.column[i] += 1
                 going.append(i)
         if going:
             trunk, at_going = self.model.model, torch.tensor(going, device=self.device)
             rows = [self.running[i] for i in going]
-            inputs = trunk.embed_tokens(self.ids[rows, [self.length[row] - 1 for row in rows]][:, None])
+            columns = [self.length[row] - 1 for row in rows]
+            inputs = trunk.embed_tokens(self.ids[rows, columns][:, None])
             if self.model.config.position_embedding == "learned":
-                inputs = inputs + trunk.embed_positions(self._positions()[at_going])
+                inputs = inputs + trunk.embed_positions(self._positions(rows, columns)[:, None])
             self.inputs[at_going] = inputs
         if done:
             self._keep([i for i in range(len(self.running)) if i not in done])
 
-    def _positions(self) -> Tensor:
-        """Position of each row's token, (rows, 1)."""
-        rows = torch.tensor(self.running, device=self.device)
-        return (torch.tensor(self.column, device=self.device) + self.offset[rows])[:, None]
+    def _positions(self, rows: list[int], columns: list[int]) -> Tensor:
+        """Return the position of one token of each of some rows, (rows,)."""
+        return torch.tensor(columns, device=self.device) + self.offset[rows]
 
-    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the rotary tables of one position a row, (rows,)."""
+    def _tables(self, rows: list[int], columns: list[int]) -> tuple[Tensor, Tensor] | None:
+        """Return the rotary tables of the same, (rows, 1, 1, dim) each."""
         if self.tables is None:
             return None
-        cos, sin = self.tables[:, positions, None, None]
+        cos, sin = self.tables[:, self._positions(rows, columns), None, None]
         return cos, sin
 
     def _loop(self) -> Tensor:
@@ -298,7 +298,7 @@ class _Rows:
 
     def _contexts(self, rows: Tensor, line: Tensor, column: Tensor) -> list[AttentionContext]:
         """Return what each layer attends with: rows, their lines and the columns of their tokens, (rows,) each."""
-        tables = self._tables(self._positions()[:, 0])
+        tables = self._tables(self.running, self.column)
         if self.by_views:
             first_text = self.first_text.tolist()
             views = self.store.views(
@@ -342,7 +342,6 @@ class _Rows:
         at = torch.tensor(stays, device=self.device, dtype=torch.long)
         self.running = [self.running[i] for i in stays]
         self.depth = [self.depth[i] for i in stays]
-        self.column = [self.column[i] for i in stays]
         self.inputs, self.state = self.inputs[at], self.state[at]
         self.memory = None if self.memory is None else self.memory[at]
 
@@ -406,7 +405,7 @@ class _Store:
         """
         return _Lines(self.rows[layer_idx].flatten(0, 1), places)
 
-    def views(self, spans: Iterable[tuple[int, int, int, int]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    def views(self, spans: Iterable[tuple[int, int, int, int]]) -> Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]]:
         """Return where keys and values of some rows lie, by layer: of each row (1, heads, tokens, dim).
 
         Args:
@@ -417,7 +416,7 @@ class _Store:
             k, v = self.rows[:, loop_idx, row : row + 1, first:end].permute(3, 0, 1, 4, 2, 5)
             keys.append(k.unbind())
             values.append(v.unbind())
-        return [(list(k), list(v)) for k, v in zip(zip(*keys, strict=True), zip(*values, strict=True), strict=True)]
+        return zip(zip(*keys, strict=True), zip(*values, strict=True), strict=True)
 
     def fill_deeper(self, row: int, column: int, num_loops: int) -> None:
         """Let a token's keys and values of its last loop stand in for those of deeper ones."""
@@ -449,7 +448,6 @@ class _Entering:
         loop_idx: The loop.
         inputs: The core's inputs, (1, dim).
         state: What it left with, (1, dim).
-        position: Its position, (1,).
     """
 
     row: int
@@ -457,7 +455,6 @@ class _Entering:
     loop_idx: int
     inputs: Tensor
     state: Tensor
-    position: Tensor
 
 
 class _Entered:
