@@ -191,8 +191,8 @@ def test_copies_of_keys_say_what_views_of_them_say(preset, overrides, implementa
     asked = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "exit_rule": BY_TOKEN}
     views = model.generate(ids, **asked)
     seen = []
-    copies = depthwise._attend_by_copies
-    monkeypatch.setattr(depthwise, "_attend_by_copies", lambda *given: seen.append(1) or copies(*given))
+    copies = depthwise.attend_by_copies
+    monkeypatch.setattr(depthwise, "attend_by_copies", lambda *given: seen.append(1) or copies(*given))
     if implementation == "eager":
         model.set_attn_implementation("eager")
     else:

@@ -16,7 +16,8 @@ from loopformers.laws import PoissonLogNormal, ShortTrajectory
 from loopformers.testing.distributed import run_distributed
 from loopformers.training.recipe import Recipe
 from loopformers.training.recipe_file import load
-from loopformers.training.run import prepare, versions
+from loopformers.training.run import prepare
+from loopformers.training.run_folder import versions
 from loopformers.training.step_log import StepLog
 
 
@@ -197,7 +198,9 @@ def test_a_file_in_place_of_a_folder_is_refused(recipe: Recipe, tmp_path: Path) 
 
 
 def test_an_unwritable_folder_is_refused(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loopformers.training.run.os.access", lambda path, mode: False)  # root may write anywhere
+    monkeypatch.setattr(
+        "loopformers.training.run_folder.os.access", lambda path, mode: False
+    )  # root may write anywhere
     with pytest.raises(ConfigError, match="cannot be written: no permission"):
         prepare(recipe)
 

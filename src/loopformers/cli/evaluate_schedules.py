@@ -117,7 +117,7 @@ def trained_law(folder: str, config: LoopConfig) -> Law:
     """Return what training drew schedules from: the recipe's in the folder, where there is one, else the model's own."""
     from loopformers.training.recipe import build_law
     from loopformers.training.recipe_file import load
-    from loopformers.training.run import RECIPE_FILE
+    from loopformers.training.run_folder import RECIPE_FILE
 
     file = Path(folder) / RECIPE_FILE
     return build_law(load(file), config) if file.exists() else config.law

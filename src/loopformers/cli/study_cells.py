@@ -55,7 +55,7 @@ def cells_table(grid: Grid) -> Table:
 def tokenizer_at_hand(recipe: Recipe) -> Any:
     """Return the tokenizer whose size is the vocabulary's, or None where it is out of reach and the recipe's has to do."""
     from loopformers.errors import DataError
-    from loopformers.training.run import recipe_tokenizer
+    from loopformers.training.run_text import recipe_tokenizer
 
     try:
         return recipe_tokenizer(recipe)

@@ -103,7 +103,7 @@ def read_task_rows(folders: list[str], num_rows: int) -> ScoredText:
     from loopformers.data.synthetic.rows import held_out_rows
     from loopformers.evaluation.text import ScoredText
     from loopformers.training.recipe_file import load
-    from loopformers.training.run import RECIPE_FILE
+    from loopformers.training.run_folder import RECIPE_FILE
 
     tasks = {}
     for folder in folders:

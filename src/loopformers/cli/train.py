@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from loopformers.report.tables import Table
     from loopformers.training.progress import TrainingProgress
     from loopformers.training.recipe import Recipe
-    from loopformers.training.run import PreparedRun, RunResult
+    from loopformers.training.run import PreparedRun
+    from loopformers.training.run_folder import RunResult
 
 __all__ = ["TAKES_OVERRIDES", "TrainingBar", "add_arguments", "run"]
 

@@ -24,7 +24,8 @@ from loopformers.studies.measures import uniform_budgets
 from loopformers.studies.results import CellResult, Status
 from loopformers.studies.workers import Emit
 from loopformers.training.recipe import Recipe, to_fields
-from loopformers.training.run import VALIDATION_FILE, PreparedRun, RunResult, prepare, versions
+from loopformers.training.run import PreparedRun, prepare
+from loopformers.training.run_folder import VALIDATION_FILE, RunResult, versions
 from loopformers.training.speed import SPEED_FILE
 from loopformers.training.step_log import METRICS_FILE, StepLog
 

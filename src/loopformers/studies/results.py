@@ -46,7 +46,7 @@ class CellResult:
     error: str = ""
     """Why it failed or diverged."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of `loopformers.training.run.RunResult`: losses at every budget, unigram level, verdict, FLOPs, parameters."""
+    """The fields of `training.run_folder.RunResult`: losses at every budget, unigram level, verdict, FLOPs, parameters."""
     stability: Mapping[str, Any] = field(default_factory=dict)
     """`oscillation` and `residual`, the measures of `loopformers.analysis.stability`."""
     verdicts: Sequence[Mapping[str, Any]] = ()

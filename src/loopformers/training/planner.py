@@ -269,7 +269,8 @@ def plan_config(recipe: Recipe) -> LoopConfig:
         DataError: The vocabulary follows from a tokenizer that cannot be loaded.
     """
     from loopformers.model.quiet import quiet_transformers
-    from loopformers.training.run import model_config, recipe_tokenizer
+    from loopformers.training.run import model_config
+    from loopformers.training.run_text import recipe_tokenizer
 
     if recipe.data.tokenizer != BUNDLED and "vocab_size" in recipe.model.overrides:
         return model_config(recipe)
@@ -290,7 +291,7 @@ def count_text(recipe: Recipe) -> TextCount:
         if not _is_local(source):
             return TextCount(tokens=None, reason=f"{source!r} is a name, and is read only when the run starts")
     from loopformers.model.quiet import quiet_transformers
-    from loopformers.training.run import load_tokenizer, read_windows
+    from loopformers.training.run_text import load_tokenizer, read_windows
 
     with quiet_transformers():
         train, _ = read_windows(data, load_tokenizer(data))

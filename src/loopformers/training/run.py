@@ -11,35 +11,23 @@ A run's folder:
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import itertools
 import json
 import os
-import platform
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import datasets
-import numpy as np
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
-from loopformers import __version__
 from loopformers.analysis.stability import Stability, assess_stability
-from loopformers.data.corpora import load_splits
-from loopformers.data.packing import PackedTokens, pack_documents
-from loopformers.data.statistics import bytes_per_token, unigram_cross_entropy
-from loopformers.data.stream_sources import STREAMED_CORPORA, stream_documents
+from loopformers.data.packing import PackedTokens
 from loopformers.data.streaming import StreamedWindows
-from loopformers.data.synthetic.rows import GeneratedRows, held_out_rows
-from loopformers.data.synthetic.tokenizer import task_tokenizer
-from loopformers.data.tokenizer import bundled_tokenizer
-from loopformers.errors import ConfigError, DataError, MissingExtraError, unknown_name
+from loopformers.data.synthetic.rows import GeneratedRows
+from loopformers.errors import ConfigError, MissingExtraError, unknown_name
 from loopformers.evaluation.budget import BudgetResult
 from loopformers.evaluation.exact_match import task_results
 from loopformers.files import write_whole
@@ -51,16 +39,19 @@ from loopformers.schedule import Schedule
 from loopformers.training.callbacks import BudgetValidationCallback
 from loopformers.training.engine import EngineSettings
 from loopformers.training.progress import ProgressListener
-from loopformers.training.recipe import (
-    BUNDLED,
-    DataRecipe,
-    ModelRecipe,
-    Recipe,
-    build_law,
-    check_budgets,
-    differences,
+from loopformers.training.recipe import ModelRecipe, Recipe, build_law, check_budgets
+from loopformers.training.recipe_file import dump
+from loopformers.training.run_folder import (
+    RECIPE_FILE,
+    RESULT_FILE,
+    VALIDATION_FILE,
+    VERSIONS_FILE,
+    RunResult,
+    check_folder,
+    read_result,
+    versions,
 )
-from loopformers.training.recipe_file import dump, load
+from loopformers.training.run_text import make_rows, read_stream, read_text, recipe_tokenizer
 from loopformers.training.sharding import gather_weights, is_sharded
 from loopformers.training.step_log import METRICS_FILE, StepLog
 from loopformers.training.trainer import LoopTrainer, training_arguments
@@ -68,50 +59,7 @@ from loopformers.training.trainer import LoopTrainer, training_arguments
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from loopformers.data.synthetic.contract import Task
-
-__all__ = ["PreparedRun", "RunResult", "check_folder", "model_config", "prepare", "versions"]
-
-RECIPE_FILE = "recipe.yaml"
-VERSIONS_FILE = "versions.json"
-VALIDATION_FILE = "validation.jsonl"
-RESULT_FILE = "result.json"
-
-UNIGRAM_WINDOWS = 2048
-"""Windows of a stream whose token frequencies the unigram level is taken from."""
-
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunResult:
-    """What a run came to; losses in nats per token of the validation split."""
-
-    fingerprint: str
-    """Of the recipe."""
-    steps: int
-    """Updates."""
-    tokens_seen: int
-    """Training tokens."""
-    training_flops: float
-    """Forward and backward, every loop and both trajectories."""
-    num_parameters: int
-    """Tied matrices once."""
-    unigram_loss: float
-    """Loss of token frequencies alone."""
-    loss: float
-    """Loss at the trained number of loops."""
-    verdict: str
-    """Whether it trained: see `loopformers.analysis.stability`."""
-    reason: str
-    """What the verdict rests on."""
-    budgets: tuple[dict[str, Any], ...]
-    """One `BudgetResult` as a dict for each budget, the trained one first."""
-    verdict_since: int | None = None
-    """Update since which the verdict that is made during training has been the last one."""
-    skipped_steps: int = 0
-    """Updates left out because a number was not finite."""
-
+__all__ = ["PreparedRun", "model_config", "prepare"]
 
 ValidationListener = Callable[[int, BudgetResult, Stability], None]
 """Called on the main process with the step, the score at the trained number of loops, and the verdict so far."""
@@ -429,216 +377,6 @@ def check_reporters(names: Sequence[str]) -> None:
             raise MissingExtraError(
                 f"training.report_to={name!r} needs a package that is not installed; pip install {name}, or leave it out"
             )
-
-
-def recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a recipe's text, or of its task.
-
-    Raises:
-        DataError: See `load_tokenizer`.
-    """
-    return load_tokenizer(recipe.data) if recipe.task is None else task_tokenizer(recipe.task)
-
-
-def load_tokenizer(data: DataRecipe) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a recipe's text.
-
-    Raises:
-        DataError: There is none of that name, or it has no end-of-text token.
-    """
-    if data.tokenizer == BUNDLED:
-        return bundled_tokenizer()
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
-    except Exception as error:  # the hub, its cache and the parsers raise errors without a common base
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(
-            f"data.tokenizer={data.tokenizer!r} could not be loaded ({reason}); give {BUNDLED!r}, the folder of a "
-            "tokenizer, or a name that is reachable or in the cache"
-        ) from error
-    return tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class RunText:
-    """The text of a run: see the fields of the same names in `PreparedRun`."""
-
-    train: PackedTokens | StreamedWindows | GeneratedRows
-    validation: list[dict[str, Any]]
-    unigram_loss: float
-    bytes_per_token: float | None
-
-
-def read_text(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> RunText:
-    """Tokenise all text before training; validation windows are spread evenly over their split.
-
-    Raises:
-        DataError: Text is missing, empty, or too short for a window or a batch.
-    """
-    train, held_out = read_windows(recipe.data, tokenizer)
-    if len(train) < recipe.training.batch_size:
-        raise DataError(
-            f"training.batch_size={recipe.training.batch_size} is more than the {len(train)} windows of data.seq_len="
-            f"{recipe.data.seq_len} that the training split holds; give more text, shorter windows or a smaller batch"
-        )
-    rows = held_out.spread(recipe.evaluation.windows)
-    targets = held_out.windows[rows][:, 1:].ravel()
-    return RunText(
-        train=train,
-        validation=[held_out[row] for row in rows],
-        unigram_loss=unigram_cross_entropy(train.stream.tokens, targets, vocab_size),
-        bytes_per_token=bytes_per_token(held_out),
-    )
-
-
-def read_stream(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> RunText:
-    """Open a stream for training, and read as many validation windows as are scored, in the stream's order.
-
-    The unigram level rests on the token frequencies of as many training windows as `UNIGRAM_WINDOWS`.
-
-    Raises:
-        DataError: The source is missing, unreachable or unreadable, or a split fills no window.
-    """
-    data = recipe.data
-
-    def windows(split: str, num_epochs: int | None, *, isolate_documents: bool = False) -> StreamedWindows:
-        documents = stream_documents(
-            data.sources[0],
-            split,
-            text_column=None if data.sources[0] in STREAMED_CORPORA else data.text_column,
-            id_column=None if data.sources[0] in STREAMED_CORPORA else data.id_column,
-            fractions=data.fractions,
-            seed=data.split_seed,
-            cache_dir=data.cache_dir,
-        )
-        seed = recipe.training.seed
-        return StreamedWindows(
-            documents, tokenizer, data.seq_len, seed=seed, num_epochs=num_epochs, isolate_documents=isolate_documents
-        )
-
-    held_out = list(itertools.islice(windows("validation", 1), recipe.evaluation.windows))
-    sample = list(itertools.islice(windows("train", 1), UNIGRAM_WINDOWS))
-    if not held_out or not sample:
-        raise DataError(
-            f"data.sources={list(data.sources)} fills no window of data.seq_len={data.seq_len} in its "
-            f"{'validation' if sample else 'training'} split; give more text or shorter windows"
-        )
-    targets = np.concatenate([window["input_ids"][1:] for window in held_out])
-    seen = np.concatenate([window["input_ids"] for window in sample])
-    return RunText(
-        train=windows("train", None, isolate_documents=data.isolate_documents),
-        validation=held_out,
-        unigram_loss=unigram_cross_entropy(seen, targets, vocab_size),
-        bytes_per_token=None,
-    )
-
-
-def make_rows(recipe: Recipe, task: Task, vocab_size: int) -> RunText:
-    """Return a task's rows in place of text; the unigram level rests on the answers of `UNIGRAM_WINDOWS` training rows."""
-    training = recipe.training
-    train = GeneratedRows(task, seed=training.seed, num_rows=training.steps * training.batch_size)
-    held_out = held_out_rows(task, recipe.evaluation.windows)
-    seen = np.concatenate([train[i]["labels"] for i in range(min(UNIGRAM_WINDOWS, len(train)))])
-    seen, asked = (labels[labels >= 0].astype(np.uint32) for labels in (seen, held_out.labels))
-    return RunText(
-        train=train,
-        validation=[held_out.row(i) for i in range(len(held_out))],
-        unigram_loss=unigram_cross_entropy(seen, asked, vocab_size),
-        bytes_per_token=None,
-    )
-
-
-def read_windows(data: DataRecipe, tokenizer: PreTrainedTokenizerFast) -> tuple[PackedTokens, PackedTokens]:
-    """Return the training and the validation windows of all sources together."""
-    parts = [
-        load_splits(
-            source,
-            fractions=data.fractions,
-            seed=data.split_seed,
-            split_by=data.split_by,
-            text_column=data.text_column,
-            id_column=data.id_column,
-            cache_dir=data.cache_dir,
-        )
-        for source in data.sources
-    ]
-    train, held_out = (
-        pack_documents(
-            parts[0][split] if len(parts) == 1 else datasets.concatenate_datasets([part[split] for part in parts]),
-            tokenizer,
-            data.seq_len,
-            cache_dir=data.cache_dir,
-            isolate_documents=data.isolate_documents and split == "train",
-        )
-        for split in ("train", "validation")
-    )
-    return train, held_out
-
-
-# -- the run's folder ------------------------------------------------------------------------------------------
-
-
-def check_folder(recipe: Recipe, *, compare: bool = True) -> None:
-    """Raise ConfigError unless the output folder is new, empty, or holds this recipe's run. Writes nothing.
-
-    Args:
-        recipe: As resolved.
-        compare: Whether to compare it with the run that the folder holds.
-    """
-    folder = Path(recipe.training.output_dir)
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ConfigError(f"training.output_dir={str(folder)!r}: {str(existing)!r} is a file; give a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"training.output_dir={str(folder)!r} cannot be written: no permission for {str(existing)!r}; give another folder"
-        )
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    if not (folder / RECIPE_FILE).exists():
-        raise ConfigError(
-            f"training.output_dir={str(folder)!r} holds files that are no run's of loopformers train; choose a new or an "
-            "empty folder"
-        )
-    if not compare:
-        return
-    changed = differences(recipe, load(folder / RECIPE_FILE))
-    if changed:
-        changes = ", ".join(f"{key}={new!r} (there: {old!r})" for key, (new, old) in changed.items())
-        raise ConfigError(
-            f"training.output_dir={str(folder)!r} holds another run: {changes}; give the same recipe to continue it, or "
-            "another training.output_dir"
-        )
-
-
-def read_result(folder: Path) -> RunResult | None:
-    """Return the result of a finished run, or None."""
-    path = folder / RESULT_FILE
-    if not path.exists():
-        return None
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    return RunResult(**{**fields, "budgets": tuple(fields["budgets"])})
-
-
-def versions() -> Mapping[str, Any]:
-    """Return what a run rests on: Python, packages, and the commit of the repository in the working folder, if any."""
-    return {
-        "python": platform.python_version(),
-        "loopformers": __version__,
-        **{name: importlib.metadata.version(name) for name in PACKAGES},
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_changes": None if (status := _git("status", "--porcelain")) is None else bool(status),
-    }
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def _wait(arguments: TrainingArguments) -> None:

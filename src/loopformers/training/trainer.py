@@ -14,14 +14,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME as OPTIMIZER_FILE
-from transformers.trainer import SCHEDULER_NAME as SCHEDULER_FILE
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
@@ -31,21 +29,18 @@ from loopformers.laws import Law, LoopPlan
 from loopformers.model.modeling import LoopedForCausalLM
 from loopformers.objectives.contract import IGNORE
 from loopformers.training.callbacks import LoopDrawCallback, StopCallback
+from loopformers.training.checkpointing import WholeCheckpoints
 from loopformers.training.checkpoints import (
     ASIDE,
     check_complete,
     check_writable,
-    is_write_failure,
-    keep_newest,
     last_complete_checkpoint,
-    mark_complete,
-    publish,
 )
 from loopformers.training.engine import EngineSettings
 from loopformers.training.lr_schedules import ConstantThenLinear, LearningRateSchedule
 from loopformers.training.optimizers import MuonAdamW, OptimizerSettings
 from loopformers.training.progress import ProgressListener
-from loopformers.training.sharding import SHARDED, gather_weights, is_sharded, load_sharded, save_sharded
+from loopformers.training.sharding import is_sharded
 from loopformers.training.speed import SPEED_FILE, Speed
 from loopformers.training.step_log import METRICS_FILE, StepLog
 from loopformers.training.step_record import StepRecord
@@ -105,7 +100,7 @@ def training_arguments(
     return TrainingArguments(output_dir=os.fspath(output_dir), **{**defaults, **overrides})
 
 
-class LoopTrainer(StreamedData):
+class LoopTrainer(StreamedData, WholeCheckpoints):
     """Trains a `LoopedForCausalLM`, records every update, and resumes bit for bit.
 
     On top of `transformers.Trainer`:
@@ -140,9 +135,6 @@ class LoopTrainer(StreamedData):
     Raises:
         ConfigError: `save_total_limit` is 1, or the output folder cannot be written.
     """
-
-    optimizer: Any
-    lr_scheduler: Any
 
     def __init__(
         self,
@@ -183,7 +175,6 @@ class LoopTrainer(StreamedData):
         self._draw = LoopDrawCallback()
         self._record = StepRecord(self, on_progress, unigram_loss=unigram_loss)
         self._losses: list[Tensor] = []
-        self._writes_aside = False
         if isinstance(model, LoopedForCausalLM):
             self.engine.apply(model)
         super().__init__(
@@ -462,120 +453,3 @@ class LoopTrainer(StreamedData):
             signal.signal(signal.SIGINT, previous)
             if launched:
                 signal.signal(signal.SIGTERM, terminate)
-
-    def _on_any_rank(self, stop: bool) -> bool:
-        """Whether any rank wants to stop: all stop after the same update, whichever got the signal."""
-        if self.args.world_size == 1:
-            return stop
-        return bool(self.accelerator.gather(torch.tensor([stop], device=self.args.device)).any())
-
-    # -- checkpoints -------------------------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model for `from_pretrained`; call it on every rank. A checkpoint of a sharded model holds shards instead."""
-        if not is_sharded(self.model):
-            super().save_model(output_dir, _internal_call)
-            return
-        folder = output_dir or self.args.output_dir
-        if _internal_call:
-            if self.args.should_save:
-                os.makedirs(folder, exist_ok=True)
-                self.model.config.save_pretrained(folder)
-                if self.processing_class is not None:
-                    self.processing_class.save_pretrained(folder)
-            return
-        weights = gather_weights(self.model)
-        if self.args.should_save:
-            self._save(folder, state_dict=weights)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not is_sharded(self.model):
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        save_sharded(os.path.join(output_dir, SHARDED), self.model, self._plain_optimizer())
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        shards = Path(resume_from_checkpoint) / SHARDED
-        if shards.is_dir():
-            load_sharded(shards, self.model)
-        elif is_sharded(self.model):
-            raise CheckpointError(
-                f"{resume_from_checkpoint!r} was written by a run without shards, and a run with shards cannot continue it; "
-                "resume with shard=False"
-            )
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and (Path(checkpoint) / SHARDED).is_dir():
-            load_sharded(Path(checkpoint) / SHARDED, self.model, self._plain_optimizer())
-        elif checkpoint is not None and self.args.world_size > 1 and self.args.device.type == "cpu":
-            # Some versions ask for the device cpu:0 here, which torch does not know.
-            state = torch.load(os.path.join(checkpoint, OPTIMIZER_FILE), map_location="cpu", weights_only=True)
-            self.optimizer.load_state_dict(state)
-        else:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_FILE), weights_only=True))
-
-    def _plain_optimizer(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = getattr(
-            self.optimizer, "optimizer", self.optimizer
-        )  # out of accelerate's wrapper
-        return optimizer
-
-    def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
-        folder: str = super()._get_output_dir(*args, **kwargs)
-        return os.path.join(folder, ASIDE) if self._writes_aside else folder
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Write a checkpoint aside, and put it into its place once every rank's part of it is written.
-
-        Raises:
-            CheckpointError: A file could not be written, on any rank.
-        """
-        name = f"checkpoint-{self.state.global_step}"
-        folder = Path(self.args.output_dir)
-        failure: Exception | None = None
-        with self._aside():
-            try:
-                super()._save_checkpoint(*args, **kwargs)
-                if self.args.should_save:
-                    for file, text in self.checkpoint_files.items():
-                        (folder / ASIDE / name / file).write_text(text, encoding="utf-8")
-                    mark_complete(folder / ASIDE / name, self.state.global_step)
-            except Exception as error:
-                if not is_write_failure(error):
-                    raise
-                failure = error
-        if self._on_any_rank(failure is not None):
-            self._refuse_checkpoint(failure)
-        if self.args.should_save:
-            publish(folder / ASIDE / name, folder / name)
-            keep_newest(folder, self.args.save_total_limit)
-        self.accelerator.wait_for_everyone()
-
-    @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        self._writes_aside = True
-        try:
-            with warnings.catch_warnings():
-                # Two checkpoints within a second make some versions doubt the file system: theirs are ordered by step.
-                warnings.filterwarnings("ignore", message="mtime may not be reliable")
-                yield
-        finally:
-            self._writes_aside = False
-
-    def _refuse_checkpoint(self, failure: Exception | None) -> NoReturn:
-        shutil.rmtree(Path(self.args.output_dir) / ASIDE, ignore_errors=True)
-        raise CheckpointError(
-            f"the checkpoint of step {self.state.global_step} could not be written to {self.args.output_dir!r} "
-            f"({failure or 'on another rank'}); {self._what_remains()}"
-        ) from failure
-
-    def _what_remains(self) -> str:
-        last = last_complete_checkpoint(self.args.output_dir)
-        rest = "no earlier one exists" if last is None else f"{last.name} is whole: free space and resume from it"
-        return f"training stopped, and {rest}"
