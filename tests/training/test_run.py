@@ -198,9 +198,8 @@ def test_a_file_in_place_of_a_folder_is_refused(recipe: Recipe, tmp_path: Path) 
 
 
 def test_an_unwritable_folder_is_refused(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "loopformers.training.run_folder.os.access", lambda path, mode: False
-    )  # root may write anywhere
+    # Root may write anywhere.
+    monkeypatch.setattr("loopformers.training.run_folder.os.access", lambda path, mode: False)
     with pytest.raises(ConfigError, match="cannot be written: no permission"):
         prepare(recipe)
 

@@ -14,8 +14,7 @@ import torch
 
 from loopformers.analysis.stability import assess_stability
 from loopformers.data.corpora import load_splits
-from loopformers.data.packing import PackedTokens, pack_documents
-from loopformers.data.statistics import bytes_per_token, unigram_cross_entropy
+from loopformers.data.packing import pack_documents
 from loopformers.data.tokenizer import bundled_tokenizer
 from loopformers.evaluation.budget import evaluate_budgets
 from loopformers.model.config import LoopConfig
@@ -24,6 +23,7 @@ from loopformers.model.quiet import quiet_transformers
 from loopformers.studies.quickstart import RESULT_FILE, QuickstartSettings, SystemResult, system_folder, write_json
 from loopformers.studies.workers import Emit
 from loopformers.training.optimizers import MuonAdamW
+from loopformers.training.run_text import RunText, packed_text
 from loopformers.training.step_log import METRICS_FILE, StepLog
 from loopformers.training.trainer import LoopTrainer, training_arguments
 
@@ -31,17 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 __all__ = ["train_system"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Text:
-    """The corpus, as a system of this study sees it."""
-
-    tokenizer: PreTrainedTokenizerFast
-    train: PackedTokens
-    validation: list[dict[str, Any]]
-    unigram_loss: float
-    bytes_per_token: float
 
 
 def train_system(
@@ -71,14 +60,21 @@ def train_system(
     """
     torch.set_num_threads(1)  # one system a core: two threads of two systems would wait for each other
     with quiet_transformers():
-        return _train_system(system, settings, folder, _read_text(settings, cache_dir), emit, stop_requested)
+        return _train_system(system, settings, folder, cache_dir, emit, stop_requested)
 
 
 def _train_system(
-    system: str, settings: QuickstartSettings, folder: Path, text: _Text, emit: Emit, stop_requested: Callable[[], bool]
+    system: str,
+    settings: QuickstartSettings,
+    folder: Path,
+    cache_dir: Path | None,
+    emit: Emit,
+    stop_requested: Callable[[], bool],
 ) -> SystemResult:
     unfinished = system_folder(folder, system, finished=False)
-    model = _build(system, settings, text.tokenizer)
+    tokenizer = bundled_tokenizer()
+    text = _read_text(settings, tokenizer, cache_dir)
+    model = _build(system, settings, tokenizer)
     trainer = LoopTrainer(
         model,
         training_arguments(
@@ -95,25 +91,16 @@ def _train_system(
         stop_requested=stop_requested,
     )
     trainer.train(resume_from_checkpoint="auto")
-    result = _judge(system, settings, model, text, StepLog(unfinished / METRICS_FILE), stop_requested)
-    _finish(model, text.tokenizer, result, unfinished, system_folder(folder, system, finished=True))
+    result = _judge(system, settings, model, tokenizer, text, StepLog(unfinished / METRICS_FILE), stop_requested)
+    _finish(model, tokenizer, result, unfinished, system_folder(folder, system, finished=True))
     return result
 
 
-def _read_text(settings: QuickstartSettings, cache_dir: Path | None) -> _Text:
-    tokenizer = bundled_tokenizer()
+def _read_text(settings: QuickstartSettings, tokenizer: PreTrainedTokenizerFast, cache_dir: Path | None) -> RunText:
     splits = load_splits(settings.source, cache_dir=cache_dir)
     train = pack_documents(splits["train"], tokenizer, settings.seq_len, cache_dir=cache_dir)
     held_out = pack_documents(splits["validation"], tokenizer, settings.seq_len, cache_dir=cache_dir)
-    rows = held_out.spread(settings.num_validation_windows)
-    targets = held_out.windows[rows][:, 1:].ravel()
-    return _Text(
-        tokenizer=tokenizer,
-        train=train,
-        validation=[held_out[row] for row in rows],
-        unigram_loss=unigram_cross_entropy(train.stream.tokens, targets, len(tokenizer)),
-        bytes_per_token=bytes_per_token(held_out),
-    )
+    return packed_text(train, held_out, settings.num_validation_windows, len(tokenizer))
 
 
 def _build(system: str, settings: QuickstartSettings, tokenizer: PreTrainedTokenizerFast) -> LoopedForCausalLM:
@@ -138,7 +125,8 @@ def _judge(
     system: str,
     settings: QuickstartSettings,
     model: LoopedForCausalLM,
-    text: _Text,
+    tokenizer: PreTrainedTokenizerFast,
+    text: RunText,
     log: StepLog,
     stop_requested: Callable[[], bool],
 ) -> SystemResult:
@@ -174,7 +162,7 @@ def _judge(
         log_gradient_norm_std=stability.oscillation.log_std,
         last_residual_norm=records[-1]["residual_norms"][-1],
         budgets=tuple(dataclasses.asdict(s) for s in sorted(shown, key=lambda s: s.num_loops)),
-        samples=tuple(_sample(model, text.tokenizer, settings, m) for m in settings.sample_budgets),
+        samples=tuple(_sample(model, tokenizer, settings, m) for m in settings.sample_budgets),
     )
 
 

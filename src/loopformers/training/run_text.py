@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 
     from loopformers.data.synthetic.contract import Task
 
-__all__ = ["RunText", "load_tokenizer", "make_rows", "read_stream", "read_text", "read_windows", "recipe_tokenizer"]
+__all__ = [
+    "RunText",
+    "load_tokenizer",
+    "make_rows",
+    "packed_text",
+    "read_stream",
+    "read_text",
+    "read_windows",
+    "recipe_tokenizer",
+]
 
 UNIGRAM_WINDOWS = 2048
 """Windows of a stream whose token frequencies the unigram level is taken from."""
@@ -83,7 +92,12 @@ def read_text(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, vocab_size: in
             f"training.batch_size={recipe.training.batch_size} is more than the {len(train)} windows of data.seq_len="
             f"{recipe.data.seq_len} that the training split holds; give more text, shorter windows or a smaller batch"
         )
-    rows = held_out.spread(recipe.evaluation.windows)
+    return packed_text(train, held_out, recipe.evaluation.windows, vocab_size)
+
+
+def packed_text(train: PackedTokens, held_out: PackedTokens, num_windows: int, vocab_size: int) -> RunText:
+    """Return text of which `num_windows` held-out windows are scored, spread evenly over their split."""
+    rows = held_out.spread(num_windows)
     targets = held_out.windows[rows][:, 1:].ravel()
     return RunText(
         train=train,
