@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,18 @@ def test_an_average_is_calibrated_on_the_bundled_text(trained_for_it: Path, caps
     again, _ = sample(trained_for_it, capsys, "--exit", rule)
     assert again["token_ids"] == found["token_ids"]
     assert again["exit"]["loops"] == found["exit"]["loops"]
+
+
+def test_notes_stand_before_the_text_and_not_in_it(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()  # shows both streams, as they come
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert generate(checkpoints / "elastic-flt", "--exit", "state", "--average-loops", 3) == 0
+    lines = terminal.getvalue().splitlines()
+    starts = ["--exit state:", "warning: exit rule state:", PROMPT]
+    assert [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in starts] == sorted(
+        i for i, line in enumerate(lines) if line.startswith(tuple(starts))
+    )
 
 
 def test_a_model_that_was_not_trained_for_it_is_measured_and_warned_of(

@@ -89,12 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
     samples = []
     for schedule in schedules:
         on_text = None
+        if not arguments.json and len(schedules) > 1:
+            print_heading(_heading(schedule))
+        rule = _exit_rule(arguments, model, tokenizer, schedule)  # may print notes, which go before the text
         if not arguments.json:
-            if len(schedules) > 1:
-                print_heading(_heading(schedule))
             write(prompt)
             on_text = write
-        rule = _exit_rule(arguments, model, tokenizer, schedule)
         ids, loops = _generate(model, tokenizer, prompt_ids, schedule, options, arguments.seed, on_text, rule)
         if not arguments.json:
             write("\n\n" if len(schedules) > 1 and schedule is not schedules[-1] else "\n")
