@@ -1,0 +1,119 @@
+"""Read small files that people and other programs write: JSON today, with one error for everything that can be wrong.
+
+A file that this package did not just write may be missing, truncated, huge, nested a hundred thousand levels deep, or
+hold another type than its reader expects. Every reader here answers with one of our errors, which names the file, what is
+wrong with it and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from loopformers.errors import CheckpointError, LoopformersError
+
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "parse_json", "read_json", "read_text"]
+
+T = TypeVar("T")
+
+MAX_BYTES = 64 * 2**20
+"""Largest file that is read whole. Our own files stay far below; a larger one is damaged or hostile."""
+
+MAX_DEPTH = 100
+"""Deepest nesting of lists and objects."""
+
+JSON_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
+
+
+def read_json(
+    path: str | os.PathLike[str],
+    kind: type[T] = dict,  # type: ignore[assignment]
+    *,
+    error: type[LoopformersError] = CheckpointError,
+    remedy: str = "write it again, or restore it from a copy",
+    max_bytes: int = MAX_BYTES,
+) -> T:
+    """Return the content of a JSON file.
+
+    Args:
+        path: The file.
+        kind: Python type of the outermost value: dict, list or str.
+        error: What to raise.
+        remedy: What the reader of an error can do; ends its text.
+        max_bytes: Largest file to read.
+
+    Raises:
+        LoopformersError: Of the type `error`: the file is missing, cannot be read, is too large, is not UTF-8 or not JSON,
+            is nested too deeply, or holds another type.
+    """
+    return parse_json(read_text(path, error=error, remedy=remedy, max_bytes=max_bytes), kind, path, error, remedy)
+
+
+def parse_json(
+    text: str | bytes,
+    kind: type[T],
+    source: str | os.PathLike[str],
+    error: type[LoopformersError] = CheckpointError,
+    remedy: str = "write it again, or restore it from a copy",
+) -> T:
+    """Return the value of a JSON text; `source` names where it comes from in errors. See `read_json`."""
+    name = os.fspath(source)
+    try:
+        value = json.loads(text)
+    except RecursionError as cause:
+        raise error(f"{name} is nested more than {MAX_DEPTH} levels deep; {remedy}") from cause
+    except ValueError as cause:  # not JSON, or a number of thousands of digits
+        raise error(f"{name} is not readable JSON, perhaps truncated ({_first_line(cause)}); {remedy}") from cause
+    if _depth_exceeds(value, MAX_DEPTH):
+        raise error(f"{name} is nested more than {MAX_DEPTH} levels deep; {remedy}")
+    if not isinstance(value, kind):
+        raise error(
+            f"{name} holds {type(value).__name__} where {JSON_NAMES.get(kind, kind.__name__)} must be; {remedy}"
+        )
+    return value
+
+
+def read_text(
+    path: str | os.PathLike[str],
+    *,
+    error: type[LoopformersError] = CheckpointError,
+    remedy: str = "write it again, or restore it from a copy",
+    max_bytes: int = MAX_BYTES,
+) -> str:
+    """Return the text of a UTF-8 file; a byte-order mark is not part of it. Arguments and errors as `read_json`."""
+    file = Path(path)
+    try:
+        if file.exists() and not file.is_file():
+            raise error(f"{file} is not a regular file; {remedy}")
+        with file.open("rb") as opened:
+            content = opened.read(max_bytes + 1)
+    except FileNotFoundError as cause:
+        raise error(f"{file} does not exist; {remedy}") from cause
+    except (OSError, ValueError) as cause:  # ValueError: a NUL in the path
+        raise error(f"{str(file)!r} cannot be read ({getattr(cause, 'strerror', None) or cause}); {remedy}") from cause
+    if len(content) > max_bytes:
+        raise error(f"{file} is larger than {max_bytes:,} bytes, more than such a file can hold; {remedy}")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as cause:
+        raise error(f"{file} is not UTF-8 text (byte {cause.start}); {remedy}") from cause
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _depth_exceeds(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, dict | list)
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+        ]
+        if not level:
+            return False
+    return True
