@@ -84,16 +84,10 @@ def load_tokenizer(folder: str) -> Any:
     """Return the tokenizer in a folder.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is none, or it is damaged or needs code of its own.
     """
-    from transformers import AutoTokenizer
-
-    from loopformers.model.quiet import quiet_transformers
+    from loopformers.model.tokenizer import open_tokenizer
 
     if not (Path(folder) / "tokenizer_config.json").exists():
         raise CheckpointError(f"{folder} holds no tokenizer; name the folder of one with --tokenizer")
-    with quiet_transformers():
-        try:
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"the tokenizer in {folder} does not load: {error}") from error
+    return open_tokenizer(folder, local_only=True, remedy="name the folder of one with --tokenizer")

@@ -204,6 +204,7 @@ def _info(arguments: argparse.Namespace) -> int:
     from loopformers.data.packing import tokenize_documents
     from loopformers.data.statistics import count_splits
     from loopformers.data.tokenizer import bundled_tokenizer
+    from loopformers.model.tokenizer import vocabulary_size
 
     if arguments.tokenizer == "bundled":
         tokenizer: Any = bundled_tokenizer()
@@ -221,19 +222,20 @@ def _info(arguments: argparse.Namespace) -> int:
     streams = {
         name: tokenize_documents(part, tokenizer, cache_dir=arguments.cache_dir) for name, part in splits.items()
     }
-    counts = count_splits(streams, len(tokenizer), arguments.seq_len)
+    vocab_size = vocabulary_size(tokenizer)
+    counts = count_splits(streams, vocab_size, arguments.seq_len)
     if arguments.json:
         print_json(
             {
                 "source": arguments.source,
                 "tokenizer": arguments.tokenizer,
-                "vocab_size": len(tokenizer),
+                "vocab_size": vocab_size,
                 "seq_len": arguments.seq_len,
                 "splits": [dataclasses.asdict(split) for split in counts],
             }
         )
     else:
-        print_table(_counts_table(arguments.source, counts, arguments.seq_len, len(tokenizer)))
+        print_table(_counts_table(arguments.source, counts, arguments.seq_len, vocab_size))
     return 0
 
 

@@ -73,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     from loopformers.cli.checkpoint import load_config, load_model, load_tokenizer
     from loopformers.model.saved_schedule import read_schedule
+    from loopformers.model.tokenizer import continuation_text
 
     config = load_config(arguments.model)
     saved = read_schedule(arguments.model, config)
@@ -101,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         sample = {
             "num_loops": schedule.num_loops,
             "schedule": str(schedule),
-            "text": tokenizer.decode(ids, skip_special_tokens=True),
+            "text": continuation_text(tokenizer, prompt_ids, ids),
             "token_ids": ids,
             "num_new_tokens": len(ids),
             "forward_flops_per_token": config.flops_per_token(schedule=schedule, seq_len=len(prompt_ids) + len(ids)),
@@ -129,6 +130,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
         self.tokenizer, self.on_text = tokenizer, on_text
+        self.prompt_ids: list[int] = []
         self.ids: list[int] = []
         self.num_shown = 0
         self.is_prompt = True
@@ -137,15 +139,21 @@ class TextStream:
         """Take the next tokens, of any shape; the first call brings the prompt, which is left out."""
         if self.is_prompt:
             self.is_prompt = False
+            self.prompt_ids = value.flatten().tolist()
             return
         self.ids += value.flatten().tolist()
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        text = self._text()
         if not text.endswith(REPLACEMENT):
             self._show(text)
 
     def end(self) -> None:
         """Show what is left."""
-        self._show(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+        self._show(self._text())
+
+    def _text(self) -> str:
+        from loopformers.model.tokenizer import continuation_text
+
+        return continuation_text(self.tokenizer, self.prompt_ids, self.ids)
 
     def _show(self, text: str) -> None:
         if len(text) > self.num_shown:
@@ -169,11 +177,13 @@ def _generate(
     import torch
 
     from loopformers.errors import ExitWarning
+    from loopformers.model.tokenizer import continuation_text
     from loopformers.model.transformers_range import CACHE_NAME
 
     torch.manual_seed(seed)
     stream = None if on_text is None or options["num_beams"] > 1 else TextStream(tokenizer, on_text)
-    stop = tokenizer.eos_token_id if model.config.eos_token_id is None else model.config.eos_token_id
+    stop = model.generation_config.eos_token_id  # several where a chat template ends turns with a token of its own
+    stop = tokenizer.eos_token_id if stop is None else stop
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     ids = torch.tensor([prompt_ids], device=model.device)
     with warnings.catch_warnings():
@@ -194,7 +204,7 @@ def _generate(
     # A token comes out of the position before its own, and the last one was not run.
     loops = [] if rule is None else output[CACHE_NAME].exit_loops[0, len(prompt_ids) - 1 :].tolist()
     if on_text is not None and stream is None:
-        on_text(tokenizer.decode(new, skip_special_tokens=True))
+        on_text(continuation_text(tokenizer, prompt_ids, new))
     return new, loops
 
 
@@ -280,7 +290,9 @@ def _decoding(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _encode(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
-    ids: list[int] = tokenizer(prompt)["input_ids"]
+    from loopformers.model.tokenizer import encode_prompt
+
+    ids = encode_prompt(tokenizer, prompt)
     if not ids:
         raise ConfigError(f"--prompt {prompt!r} holds no token, and there is nothing to continue; give some text")
     if max(ids) >= vocab_size:

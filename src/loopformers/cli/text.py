@@ -127,9 +127,11 @@ def read_task_rows(folders: list[str], num_rows: int) -> ScoredText:
 
 def check_tokenizer(tokenizer: Any, vocab_size: int, folder: str) -> None:
     """Raise ConfigError where a tokenizer has more entries than a model knows."""
-    if len(tokenizer) > vocab_size:
+    from loopformers.model.tokenizer import vocabulary_size
+
+    if vocabulary_size(tokenizer) > vocab_size:
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} entries, and {folder} knows {vocab_size}; give the model's own with "
+            f"the tokenizer has {vocabulary_size(tokenizer)} entries, and {folder} knows {vocab_size}; give the model's own with "
             "--tokenizer"
         )
 

@@ -22,8 +22,10 @@ import numpy.typing as npt
 from datasets import Dataset
 from tokenizers import Tokenizer
 
+from loopformers.data.tokenizer import plain_backend
 from loopformers.errors import ConfigError, DataError
 from loopformers.files import write_whole
+from loopformers.model.tokenizer import vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -238,15 +240,10 @@ class DocumentEncoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
-        if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
-            raise DataError(f"tokenizer {name!r} has no backend of the tokenizers library; use its fast version")
-        if tokenizer.eos_token_id is None:
-            raise DataError(f"tokenizer {name!r} has no eos token, which ends each document; set tokenizer.eos_token")
-        serialised = json.loads(tokenizer.backend_tokenizer.to_str())
-        serialised |= {"truncation": None, "padding": None}  # left behind by earlier calls, and none of our business
+        backend = plain_backend(tokenizer)
+        serialised = json.loads(backend.to_str())
         self.eos_token_id: int = tokenizer.eos_token_id
-        self.dtype: np.dtype[Any] = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
+        self.dtype: np.dtype[Any] = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.uint32)
         self.fingerprint = hashlib.sha256(
             json.dumps([CACHE_FORMAT, self.eos_token_id, serialised], sort_keys=True).encode()
         ).hexdigest()

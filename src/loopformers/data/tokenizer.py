@@ -1,4 +1,4 @@
-"""The byte-level BPE tokenizer of this package: how it was made, and how to load it.
+"""The byte-level BPE tokenizer of this package, and what runs make of anybody's tokenizer.
 
 Any text has an encoding and decodes to itself, as the 256 bytes are in the vocabulary (byte-level BPE as in GPT-2). One
 special token, `<|endoftext|>`, ends documents and stands for bos, eos and pad alike.
@@ -11,20 +11,30 @@ The shipped one is made by this command, from the train split of the bundled cor
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from loopformers.errors import ConfigError, DataError
+from loopformers.model.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["BUNDLED_TOKENIZER_DIR", "BUNDLED_VOCAB_SIZE", "END_OF_TEXT", "bundled_tokenizer", "train_tokenizer"]
+__all__ = [
+    "BUNDLED_TOKENIZER_DIR",
+    "BUNDLED_VOCAB_SIZE",
+    "END_OF_TEXT",
+    "bundled_tokenizer",
+    "plain_backend",
+    "run_tokenizer",
+    "train_tokenizer",
+]
 
 END_OF_TEXT = "<|endoftext|>"
 """The only special token; its id is 0."""
@@ -37,12 +47,89 @@ BUNDLED_VOCAB_SIZE = 2048
 MIN_VOCAB_SIZE = 257
 """256 bytes and the special token."""
 
+CAUSAL_SETTINGS: dict[str, Any] = {
+    "padding_side": "left",
+    "clean_up_tokenization_spaces": False,
+    "model_input_names": [
+        "input_ids",
+        "attention_mask",
+    ],  # the default adds token_type_ids, which no causal model takes
+}
+"""How tokenizers of causal models are set up."""
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+ADDS_NOTHING = {
+    "type": "TemplateProcessing",
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {},
+}
+"""The template of a tokenizer that adds no token, as transformers writes it."""
+
 
 def bundled_tokenizer() -> PreTrainedTokenizerFast:
     """Load the tokenizer that ships with this package (2048 entries)."""
-    from transformers import AutoTokenizer
+    tokenizer: PreTrainedTokenizerFast = open_tokenizer(BUNDLED_TOKENIZER_DIR)
+    return tokenizer
 
-    return AutoTokenizer.from_pretrained(BUNDLED_TOKENIZER_DIR)
+
+def run_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """Return the tokenizer that a run trains and is saved with: the same tokens, with the conventions of training.
+
+    Training text is documents with the end token behind each and nothing else (`loopformers.data.packing.DocumentEncoder`).
+    So that whoever opens the trained model's folder encodes prompts in the same way, what is returned
+
+    - adds no token to texts, whatever the template of the given one does;
+    - pads on the left, as generation from batches needs; with the end token where the given one has no pad token. No
+      window of training holds padding, and the end token stays a target;
+    - returns `input_ids` and `attention_mask`, which is what a causal model takes.
+
+    Args:
+        tokenizer: A fast tokenizer with an eos token; it is left as it is.
+
+    Raises:
+        DataError: A tokenizer without eos token or backend.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    backend = plain_backend(tokenizer)
+    special = {name: token for name in SPECIAL_TOKENS if (token := getattr(tokenizer, name, None)) is not None}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        **{"pad_token": tokenizer.eos_token, **special},
+        extra_special_tokens=[token for token in tokenizer.all_special_tokens if token not in special.values()],
+        chat_template=tokenizer.chat_template,
+        model_max_length=tokenizer.model_max_length,
+        name_or_path=tokenizer.name_or_path,
+        **CAUSAL_SETTINGS,
+    )
+
+
+def plain_backend(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+    """Return a copy of a tokenizer's backend that adds, cuts and pads nothing.
+
+    Raises:
+        DataError: A tokenizer without eos token, or without a backend that can be copied.
+    """
+    name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
+    if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
+        raise DataError(f"tokenizer {name!r} has no backend of the tokenizers library; use its fast version")
+    if tokenizer.eos_token_id is None:
+        known = ", ".join(repr(token) for token in tokenizer.all_special_tokens[:5])
+        raise DataError(
+            f"tokenizer {name!r} has no eos token, which ends each document; set tokenizer.eos_token and save it again, or "
+            f"write eos_token in its tokenizer_config.json{f' (its special tokens: {known})' if known else ''}"
+        )
+    try:
+        serialised = json.loads(tokenizer.backend_tokenizer.to_str())
+    except Exception as error:  # the library's own type of error; parts written in Python have no serialised form
+        raise DataError(
+            f"tokenizer {name!r} has a part that cannot be copied ({error}); use one whose parts are all of the tokenizers "
+            "library"
+        ) from error
+    serialised |= {"truncation": None, "padding": None, "post_processor": ADDS_NOTHING}
+    return Tokenizer.from_str(json.dumps(serialised))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = BUNDLED_VOCAB_SIZE) -> PreTrainedTokenizerFast:
@@ -86,12 +173,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = BUNDLED_VOCAB_SIZE) 
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        model_input_names=[
-            "input_ids",
-            "attention_mask",
-        ],  # the default adds token_type_ids, which no causal model takes
+        **CAUSAL_SETTINGS,
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from loopformers.errors import ConfigError, DataError, check_count
 from loopformers.evaluation.models import check_tokenizer, is_looped, load_any_model
+from loopformers.model.tokenizer import encode_prompt, framing, open_tokenizer
 from loopformers.schedule import Schedule
 
 __all__ = ["MODEL_NAME", "LoopformersLM", "register"]
@@ -78,11 +80,12 @@ class LoopformersLM(HFLM):
         device: See `load_any_model`.
         dtype: See `load_any_model`.
         share_contexts: Whether choices share their context's cache. Off, each runs as a whole sequence.
-        add_bos_token: Whether texts start with the tokenizer's start token; default: as the tokenizer has it.
+        add_bos_token: Whether texts start with the tokenizer's start token; default: as the tokenizer has it. That of a run
+            of ours has none, as its training text had none.
 
     Raises:
         ConfigError: A schedule that the model cannot run, one for a model that has no loops, more tokens than learned
-            positions, or a tokenizer that is not the model's or has no end token.
+            positions, a tokenizer that is not the model's or has no end token, or a start token that it has not.
         CheckpointError: Nothing can be opened under the name.
     """
 
@@ -106,7 +109,10 @@ class LoopformersLM(HFLM):
         if isinstance(pretrained, str):
             pretrained, tokenizer = load_any_model(pretrained, tokenizer=tokenizer, device=device, dtype=dtype)
         else:
+            tokenizer = _opened(tokenizer, pretrained)
             check_tokenizer(pretrained, tokenizer, type(pretrained).__name__)
+        self.begin_tokens = _begin_tokens(tokenizer, add_bos_token)
+        """What texts begin with. None is closed by an end token."""
         self.run_arguments = _run_arguments(pretrained, num_loops, schedule, exit_rule)
         batch_size = int(batch_size) if isinstance(batch_size, str) and batch_size.isdigit() else batch_size
         check_count("batch_size", batch_size)
@@ -126,6 +132,41 @@ class LoopformersLM(HFLM):
         self.on_progress: Callable[[int], None] = lambda num_requests: None
         """Called with the number of requests that have been answered since the last call."""
 
+    # -- tokens --------------------------------------------------------------------------------------------------
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that stands before a text without context: of our models the last one that training saw there."""
+        if not is_looped(self.model):
+            return int(super().prefix_token_id)
+        begin = _begin_tokens(self.tokenizer, self.add_bos_token)
+        return begin[-1] if begin else int(self.tokenizer.eos_token_id)
+
+    def tok_encode(
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Return the ids of a text, begun as texts are (unless `add_special_tokens` is False) and never closed."""
+        ids = encode_prompt(self.tokenizer, string, begin=() if add_special_tokens is False else self.begin_tokens)
+        return ids[-left_truncate_len:] if left_truncate_len else ids
+
+    def tok_batch_encode(
+        self,
+        strings: Sequence[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ids of texts and 1 where they are text and 0 where they are padding, both (texts, longest)."""
+        texts = [tuple(self.tok_encode(text, left_truncate_len=left_truncate_len)) for text in strings]
+        left = padding_side == "left"
+        ids = self._padded(texts, left=left)
+        mask = self._mask([len(text) for text in texts], left=left)
+        return ids, torch.ones_like(ids) if mask is None else mask
+
     # -- scoring -------------------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
@@ -134,7 +175,11 @@ class LoopformersLM(HFLM):
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> Any:
         """Score whole texts, each token once with as much context as fits."""
-        return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        begin, self.begin_tokens = self.begin_tokens, ()  # the harness puts the start token in front itself
+        try:
+            return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self.begin_tokens = begin
 
     @torch.no_grad()
     def _loglikelihood_tokens(
@@ -307,6 +352,29 @@ def _run_arguments(model: Any, num_loops: int | None, schedule: Any, exit_rule: 
             exit_rule = parse_exit_rule(exit_rule)
         arguments["exit_rule"] = exit_rule
     return arguments
+
+
+def _opened(tokenizer: Any, model: Any) -> Any:
+    """Return the tokenizer of a model that is given rather than named."""
+    if tokenizer is None:
+        raise ConfigError(
+            f"a {type(model).__name__} that is given rather than named brings no tokenizer; give tokenizer=, or the model's "
+            "folder in its place"
+        )
+    if isinstance(tokenizer, str | os.PathLike):
+        return open_tokenizer(tokenizer, remedy="give the folder of the model's tokenizer")
+    return tokenizer
+
+
+def _begin_tokens(tokenizer: Any, add_bos_token: bool | None) -> tuple[int, ...]:
+    begin, _ = framing(tokenizer)
+    if add_bos_token is None:
+        return begin
+    if add_bos_token and not begin:
+        if tokenizer.bos_token_id is None:
+            raise ConfigError("add_bos_token=True and a tokenizer that has no start token; leave it out")
+        return (tokenizer.bos_token_id,)
+    return begin if add_bos_token else ()
 
 
 def _check_max_length(model: Any, max_length: int) -> None:

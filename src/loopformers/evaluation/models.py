@@ -12,6 +12,7 @@ import torch
 from loopformers.errors import CheckpointError, ConfigError
 from loopformers.model.config import LoopConfig
 from loopformers.model.quiet import quiet_transformers
+from loopformers.model.tokenizer import open_tokenizer, vocabulary_size
 
 __all__ = ["check_tokenizer", "is_looped", "load_any_model", "looped_config", "model_hash", "training_flops"]
 
@@ -48,7 +49,7 @@ def load_any_model(
         CheckpointError: Nothing of this name can be opened, or it has no tokenizer.
         ConfigError: An unknown dtype, or a tokenizer that is not the model's.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     path = Path(name)
     is_gguf = path.suffix == ".gguf"
@@ -67,13 +68,8 @@ def load_any_model(
             raise
         except (OSError, ValueError, ImportError) as error:
             raise CheckpointError(_cannot_open(name, error)) from error
-        try:
-            own = extra if tokenizer is None else {}
-            opened = AutoTokenizer.from_pretrained(tokenizer or source, **own)
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"{tokenizer or name} holds no tokenizer that opens ({_first_line(error)}); name one with --tokenizer"
-            ) from error
+    gguf_file = path.name if is_gguf and tokenizer is None else None
+    opened = open_tokenizer(tokenizer or source, gguf_file=gguf_file, remedy="name one with --tokenizer")
     check_tokenizer(model, opened, name)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return model.to(where).eval(), opened
@@ -85,7 +81,7 @@ def check_tokenizer(model: Any, tokenizer: Any, name: str) -> None:
     Raises:
         ConfigError: More entries than the model has, so many fewer that it must be another's, or no end token.
     """
-    entries, known = len(tokenizer), model.get_input_embeddings().num_embeddings
+    entries, known = vocabulary_size(tokenizer), model.get_input_embeddings().num_embeddings
     known = model.config.vocab_size if is_looped(model) else known
     if entries > known:
         raise ConfigError(

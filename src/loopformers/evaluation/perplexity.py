@@ -22,6 +22,7 @@ from loopformers.errors import ConfigError, DataError
 from loopformers.evaluation.models import is_looped
 from loopformers.evaluation.scoring import OnBatch, Tally, score_outside, score_runs
 from loopformers.evaluation.text import WHOLE, read_documents
+from loopformers.model.tokenizer import encode_prompt, framing
 from loopformers.objectives.cross_entropy import IGNORE
 from loopformers.schedule import Schedule
 
@@ -160,7 +161,7 @@ def _parquet_rows(path: Path) -> list[str]:
 
 
 def tokenize_stream(text: str, tokenizer: Any) -> tuple[Tensor, int]:
-    """Tokenise a text as one stream, with a start token in front where the tokenizer itself puts one there.
+    """Tokenise a text as one stream, begun as the tokenizer begins texts, and not closed by an end token.
 
     Returns:
         Ids, (tokens,), and the UTF-8 bytes of the text of all but the first, which is never a target.
@@ -168,11 +169,11 @@ def tokenize_stream(text: str, tokenizer: Any) -> tuple[Tensor, int]:
     Raises:
         DataError: Fewer than two tokens.
     """
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    start = tokenizer.bos_token_id
+    begin, _ = framing(tokenizer)
+    ids = encode_prompt(tokenizer, text, begin=())
     num_bytes = len(text.encode())
-    if start is not None and list(tokenizer("a")["input_ids"])[:1] == [start]:
-        ids = [start, *ids]
+    if begin:
+        ids = [*begin, *ids]
     elif ids:
         num_bytes -= len(tokenizer.decode(ids[:1], clean_up_tokenization_spaces=False).encode())
     if len(ids) < 2:

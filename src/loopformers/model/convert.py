@@ -22,6 +22,7 @@ from torch import Tensor
 from loopformers.errors import CheckpointError, ConfigError, LoopformersError, unknown_name
 from loopformers.model.config import LoopConfig
 from loopformers.model.modeling import LoopedForCausalLM
+from loopformers.model.tokenizer import open_tokenizer
 
 __all__ = ["convert_checkpoint", "from_official", "official_config", "read_official"]
 
@@ -170,9 +171,7 @@ def convert_checkpoint(
         aside = Path(scratch) / "converted"
         model.save_pretrained(aside)
         if tokenizer is not None:
-            from transformers import AutoTokenizer
-
-            AutoTokenizer.from_pretrained(tokenizer).save_pretrained(aside)
+            open_tokenizer(tokenizer).save_pretrained(aside)
         if target.exists():
             os.replace(target, Path(scratch) / "replaced")
         os.replace(aside, target)

@@ -20,6 +20,7 @@ from loopformers.evaluation.budget import evaluate_budgets
 from loopformers.model.config import LoopConfig
 from loopformers.model.modeling import LoopedForCausalLM
 from loopformers.model.quiet import quiet_transformers
+from loopformers.model.tokenizer import continuation_text, encode_prompt
 from loopformers.studies.quickstart import RESULT_FILE, QuickstartSettings, SystemResult, system_folder, write_json
 from loopformers.studies.workers import Emit
 from loopformers.training.optimizers import MuonAdamW
@@ -171,7 +172,8 @@ def _sample(
 ) -> dict[str, Any]:
     model.eval()
     torch.manual_seed(settings.seed)  # each budget draws the same random numbers
-    ids = tokenizer(settings.prompt, return_tensors="pt").input_ids[:, : settings.seq_len // 2]
+    prompt_ids = encode_prompt(tokenizer, settings.prompt)[: settings.seq_len // 2]
+    ids = torch.tensor([prompt_ids])
     generated = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -181,9 +183,8 @@ def _sample(
         temperature=0.8,
         top_k=40,
     )
-    prompt, continuation = (
-        tokenizer.decode(part, skip_special_tokens=True) for part in (ids[0], generated[0, ids.shape[1] :])
-    )
+    prompt = tokenizer.decode(prompt_ids, skip_special_tokens=True)
+    continuation = continuation_text(tokenizer, prompt_ids, generated[0, len(prompt_ids) :].tolist())
     return {"num_loops": num_loops, "prompt": prompt, "continuation": continuation}
 
 

@@ -35,6 +35,7 @@ from loopformers.laws import Law
 from loopformers.model.config import LoopConfig
 from loopformers.model.modeling import LoopedForCausalLM
 from loopformers.model.quiet import quiet_transformers
+from loopformers.model.tokenizer import vocabulary_size
 from loopformers.schedule import Schedule
 from loopformers.training.callbacks import BudgetValidationCallback
 from loopformers.training.engine import EngineSettings
@@ -285,13 +286,13 @@ def model_config(recipe: Recipe, tokenizer: Any = None) -> LoopConfig:
         "loop_seed": recipe.training.seed,
     }
     if tokenizer is not None:
-        fields["vocab_size"] = len(tokenizer)
+        fields["vocab_size"] = vocabulary_size(tokenizer)
         fields |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = LoopConfig.from_preset(recipe.model.preset, **{**fields, **recipe.model.overrides})
-    if tokenizer is not None and config.vocab_size < len(tokenizer):
+    if tokenizer is not None and config.vocab_size < vocabulary_size(tokenizer):
         raise ConfigError(
-            f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {len(tokenizer)} entries; leave it out, "
-            "or give at least that many"
+            f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {vocabulary_size(tokenizer)} entries; leave "
+            "it out, or give at least that many"
         )
     if config.position_embedding == "learned" and config.max_position_embeddings < recipe.seq_len:
         raise ConfigError(

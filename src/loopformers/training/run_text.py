@@ -16,8 +16,9 @@ from loopformers.data.stream_sources import STREAMED_CORPORA, stream_documents
 from loopformers.data.streaming import StreamedWindows
 from loopformers.data.synthetic.rows import GeneratedRows, held_out_rows
 from loopformers.data.synthetic.tokenizer import task_tokenizer
-from loopformers.data.tokenizer import bundled_tokenizer
-from loopformers.errors import DataError
+from loopformers.data.tokenizer import bundled_tokenizer, run_tokenizer
+from loopformers.errors import CheckpointError, DataError
+from loopformers.model.tokenizer import open_tokenizer
 from loopformers.training.recipe import BUNDLED, DataRecipe, Recipe
 
 if TYPE_CHECKING:
@@ -50,24 +51,19 @@ def recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(data: DataRecipe) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a recipe's text.
+    """Return the tokenizer of a recipe's text, as `run_tokenizer` makes it.
 
     Raises:
-        DataError: There is none of that name, or it has no end-of-text token.
+        DataError: There is none of that name, it is damaged or needs code of its own, or it has no end token.
     """
     if data.tokenizer == BUNDLED:
         return bundled_tokenizer()
-    from transformers import AutoTokenizer
-
+    remedy = f"give {BUNDLED!r}, the folder of a tokenizer, or a name that is reachable or in the cache"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
-    except Exception as error:  # the hub, its cache and the parsers raise errors without a common base
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(
-            f"data.tokenizer={data.tokenizer!r} could not be loaded ({reason}); give {BUNDLED!r}, the folder of a "
-            "tokenizer, or a name that is reachable or in the cache"
-        ) from error
-    return tokenizer
+        opened = open_tokenizer(data.tokenizer, remedy=remedy)
+    except CheckpointError as error:
+        raise DataError(f"data.tokenizer={data.tokenizer!r} could not be loaded: {error}") from error
+    return run_tokenizer(opened)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
@@ -177,6 +177,8 @@ class LoopTrainer(StreamedData, WholeCheckpoints):
         self._losses: list[Tensor] = []
         if isinstance(model, LoopedForCausalLM):
             self.engine.apply(model)
+        if getattr(kwargs.get("processing_class"), "pad_token_id", IGNORE) is None:
+            kwargs.setdefault("data_collator", default_data_collator)  # windows are of equal length: nothing is padded
         super().__init__(
             model=model,
             args=args,
