@@ -52,7 +52,12 @@ def space_marking_tokenizer() -> Any:
     Words that it does not know, such as a spelled out `</s>`, it splits into characters.
     """
     words = ["▁It", "▁was", "▁a", "▁cold", "▁day", "▁", *"abcdefghijklmnopqrstuvwxyzIt</s>."]
-    vocab = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((word, -1.0 - len(words) / 99) for word in dict.fromkeys(words))]
+    vocab = [
+        ("<unk>", 0.0),
+        ("<s>", 0.0),
+        ("</s>", 0.0),
+        *((word, -1.0 - len(words) / 99) for word in dict.fromkeys(words)),
+    ]
     backend = Tokenizer(models.Unigram(vocab, unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
     backend.decoder = decoders.Metaspace(prepend_scheme="first")

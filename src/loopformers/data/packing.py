@@ -225,7 +225,8 @@ class DocumentEncoder:
     """Texts to ids, the eos token after each.
 
     The tokenizer adds nothing, whatever its template says: the eos token after each document is the only addition. A
-    special token spelled out in a text is text, so no document can forge its end.
+    special token spelled out in a text is text, so no document can forge its end: where a vocabulary has the spelled out eos
+    token among its words, it is encoded character by character.
 
     Args:
         tokenizer: A fast tokenizer with an eos token; it is left as it is.
@@ -240,23 +241,46 @@ class DocumentEncoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        backend = plain_backend(tokenizer)
-        serialised = json.loads(backend.to_str())
+        self._serialised = plain_backend(tokenizer)
+        self._backend: Tokenizer | None = None
         self.eos_token_id: int = tokenizer.eos_token_id
         self.dtype: np.dtype[Any] = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.uint32)
-        self.fingerprint = hashlib.sha256(
-            json.dumps([CACHE_FORMAT, self.eos_token_id, serialised], sort_keys=True).encode()
-        ).hexdigest()
-        self._serialised = json.dumps(serialised)
-        self._backend: Tokenizer | None = None
+        parts: list[Any] = [CACHE_FORMAT, self.eos_token_id, json.loads(self._serialised)]
+        self._eos_token = str(tokenizer.eos_token)
+        if self.eos_token_id in next(self._ids([self._eos_token])):
+            parts.append("character by character")
+        self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_backend": None}  # its pickled form forgets that special tokens are text
 
     def encode(self, texts: list[str]) -> Iterator[TokenArray]:
-        """The ids of each text, (length + 1,)."""
+        """The ids of each text, (length + 1,).
+
+        Raises:
+            DataError: The tokenizer gives its eos token to a text, and to the characters of that token, too.
+        """
+        for ids in self._ids(texts):
+            array: TokenArray = np.array([*ids, self.eos_token_id], dtype=self.dtype)
+            if (array[:-1] == self.eos_token_id).any():
+                array = np.array([*self._without_eos(ids), self.eos_token_id], dtype=self.dtype)
+            yield array
+
+    def _ids(self, texts: list[str]) -> Iterator[list[int]]:
         if self._backend is None:
             self._backend = Tokenizer.from_str(self._serialised)
             self._backend.encode_special_tokens = True  # as text, that is
         for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False):
-            yield np.array([*encoding.ids, self.eos_token_id], dtype=self.dtype)
+            yield encoding.ids
+
+    def _without_eos(self, ids: list[int]) -> list[int]:
+        spelled = [i for ids_of_character in self._ids(list(self._eos_token)) for i in ids_of_character]
+        if self.eos_token_id in spelled:
+            raise DataError(
+                f"the tokenizer gives its eos token ({self.eos_token_id}) to words of the text, whose documents would end "
+                "there; give one whose eos token stands for nothing else, such as unknown words"
+            )
+        return [part for i in ids for part in (spelled if i == self.eos_token_id else [i])]
 
 
 def tokenize_documents(

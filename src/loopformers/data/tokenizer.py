@@ -93,7 +93,7 @@ def run_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast
     """
     from transformers import PreTrainedTokenizerFast
 
-    backend = plain_backend(tokenizer)
+    backend = Tokenizer.from_str(plain_backend(tokenizer))
     special = {name: token for name in SPECIAL_TOKENS if (token := getattr(tokenizer, name, None)) is not None}
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -106,8 +106,8 @@ def run_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast
     )
 
 
-def plain_backend(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
-    """Return a copy of a tokenizer's backend that adds, cuts and pads nothing.
+def plain_backend(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return what `Tokenizer.from_str` makes a backend of that encodes as a tokenizer's does, and adds, cuts and pads nothing.
 
     Raises:
         DataError: A tokenizer without eos token, or without a backend that can be copied.
@@ -129,7 +129,7 @@ def plain_backend(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
             "library"
         ) from error
     serialised |= {"truncation": None, "padding": None, "post_processor": ADDS_NOTHING}
-    return Tokenizer.from_str(json.dumps(serialised))
+    return json.dumps(serialised)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = BUNDLED_VOCAB_SIZE) -> PreTrainedTokenizerFast:
