@@ -13,6 +13,8 @@ from loopformers import LoopedForCausalLM
 from loopformers.cli.generate import TextStream
 from loopformers.cli.main import main
 from loopformers.data.tokenizer import bundled_tokenizer
+from loopformers.testing import tiny_model
+from tests.tokenizer_styles import space_marking_tokenizer
 
 PROMPT = "It was a bright cold day"
 
@@ -121,6 +123,32 @@ def test_a_tokenizer_may_live_elsewhere(checkpoints: Path, tmp_path: Path, capsy
     assert generate(capsys, bare, "--tokenizer", checkpoints / "lt", "--max-new-tokens", 2)["samples"][0]["token_ids"]
 
 
+def test_text_is_the_prompts_own_continuation_where_words_hold_their_spaces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = space_marking_tokenizer()
+    tiny_model("lt", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    capsys.readouterr()  # the bars of saving
+    record = generate(capsys, tmp_path, "--max-new-tokens", 7, prompt="It was")
+    sample = record["samples"][0]
+    whole = tokenizer.decode(tokenizer("It was")["input_ids"] + sample["token_ids"], skip_special_tokens=True)
+    assert "It was" + sample["text"] == whole
+    assert main(["generate", str(tmp_path), "--prompt", "It was", "--max-new-tokens", "7"]) == 0
+    assert capsys.readouterr().out == whole + "\n"
+
+
+def test_generation_stops_at_any_end_token_of_the_generation_config(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(checkpoints / "lt", tmp_path / "lt"))
+    free = generate(capsys, folder, "--max-new-tokens", 6)["samples"][0]["token_ids"]
+    last = next(i for i in range(1, 6) if free[i] not in free[:i])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, free[last]]}))
+    stopped = generate(capsys, folder, "--max-new-tokens", 6)["samples"][0]["token_ids"]
+    assert stopped == free[: last + 1]
+
+
 def test_generation_stops_at_the_end_of_text(
     checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,8 +204,6 @@ def test_more_tokens_than_learned_positions_are_refused_with_what_fits(
 def test_a_tokenizer_of_another_vocabulary_is_refused(
     checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from loopformers.testing import tiny_model
-
     tiny_model("lt").save_pretrained(tmp_path / "small")
     arguments = ["--prompt", PROMPT, "--tokenizer", str(checkpoints / "lt")]
     assert main(["generate", str(tmp_path / "small"), *arguments]) == 2
@@ -211,3 +237,14 @@ def test_a_stream_that_ends_inside_a_character_shows_what_there_is() -> None:
         stream.put(torch.tensor([token]))
     stream.end()
     assert "".join(pieces) == tokenizer.decode(ids)
+
+
+def test_a_stream_keeps_the_space_that_begins_a_word() -> None:
+    tokenizer = space_marking_tokenizer()
+    pieces: list[str] = []
+    stream = TextStream(tokenizer, pieces.append)
+    stream.put(torch.tensor([tokenizer("It was")["input_ids"]]))
+    for token in tokenizer.convert_tokens_to_ids(["▁a", "▁cold", "▁day", "</s>"]):
+        stream.put(torch.tensor([token]))
+    stream.end()
+    assert pieces == [" a", " cold", " day"]

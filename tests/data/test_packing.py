@@ -21,8 +21,11 @@ from transformers import (
 )
 
 from loopformers.data import packing
-from loopformers.data.packing import PackedTokens, pack_documents, pack_tokens, tokenize_documents
+from loopformers.data.packing import DocumentEncoder, PackedTokens, pack_documents, pack_tokens, tokenize_documents
+from loopformers.data.tokenizer import run_tokenizer
 from loopformers.errors import ConfigError, DataError
+from loopformers.model.tokenizer import encode_prompt, open_tokenizer, vocabulary_size
+from tests.tokenizer_styles import STYLES, every_style, space_marking_tokenizer
 
 TEXTS = ["It was a dark night.", "Über — 日本\n", "<|endoftext|> is spelled out", "the end, " * 40]
 
@@ -320,3 +323,85 @@ def test_a_window_of_documents_apart_gives_the_loss_of_its_documents(tokenizer, 
         separate = sum(model(piece, labels=piece).loss * (piece.shape[1] - 1) for piece in pieces if piece.shape[1] > 1)
     assert len(pieces) >= 3
     torch.testing.assert_close(together, separate, rtol=1e-10, atol=1e-10)
+
+
+# -- tokenizers of many styles ---------------------------------------------------------------------------------
+
+
+@every_style
+def test_a_run_trains_on_the_tokens_that_its_tokenizer_would_give_without_template(style, make_documents, cache):
+    original = STYLES[style]()
+    before = original.backend_tokenizer.to_str()
+    made = run_tokenizer(original)
+    texts = ["It was", "", " a cold day </s><s> <|endoftext|>"]
+    streams = [tokenize_documents(make_documents(texts), each, cache_dir=cache) for each in (original, made)]
+    assert streams[0].path == streams[1].path
+    expected = [[*original(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]] for text in texts]
+    assert documents_in(streams[0].tokens, original.eos_token_id) == [
+        *([*e, original.eos_token_id] for e in expected),
+        [],
+    ]
+    assert original.backend_tokenizer.to_str() == before
+    for text in ("It was", " a"):
+        assert made(text)["input_ids"] == next(DocumentEncoder(original).encode([text])).tolist()[:-1]
+        assert encode_prompt(made, text) == made(text)["input_ids"]
+
+
+@every_style
+def test_what_a_run_makes_of_a_tokenizer_survives_saving(style, tmp_path):
+    made = run_tokenizer(STYLES[style]())
+    made.chat_template = "{{ messages }}"
+    made.save_pretrained(tmp_path)
+    loaded = open_tokenizer(tmp_path)
+    for name in ("bos_token", "eos_token", "pad_token", "padding_side", "model_input_names", "chat_template"):
+        assert getattr(loaded, name) == getattr(made, name)
+    assert loaded.all_special_tokens == made.all_special_tokens
+    assert loaded("It was")["input_ids"] == made("It was")["input_ids"]
+    assert DocumentEncoder(loaded).fingerprint == DocumentEncoder(made).fingerprint
+
+
+def test_a_pad_token_of_its_own_is_kept():
+    tokenizer = STYLES["gpt2"]()
+    tokenizer.add_special_tokens({"pad_token": "<pad>", "extra_special_tokens": ["<|im_end|>"]})
+    made = run_tokenizer(tokenizer)
+    assert (made.pad_token, made.pad_token_id) == ("<pad>", 2048)
+    assert "<|im_end|>" in made.all_special_tokens
+    assert vocabulary_size(made) == 2050 > made.vocab_size
+
+
+def test_no_document_forges_its_end_where_words_of_the_vocabulary_spell_it(make_documents, cache):
+    tokenizer = space_marking_tokenizer()
+    texts = ["It was </s> a day", "</s>", "It </s></s>", "a </s"]
+    stream = tokenize_documents(make_documents(texts), tokenizer, cache_dir=cache)
+    documents = documents_in(stream.tokens, tokenizer.eos_token_id)
+    assert len(documents) == len(texts) + 1
+    assert documents[0][:2] == tokenizer("It was", add_special_tokens=False)["input_ids"]
+    assert "</s>" in tokenizer.decode(documents[0][:-1]).replace(" ", "")
+    again = pickle.loads(pickle.dumps(DocumentEncoder(tokenizer)))
+    assert [ids.tolist() for ids in again.encode(texts)] == documents[:-1]
+
+
+def test_an_eos_token_that_stands_for_unknown_words_is_refused_where_it_would_end_a_document(make_documents, cache):
+    tokenizer = word_tokenizer(5, eos_token="<unk>")
+    assert tokenize_documents(make_documents(["w1 w2"]), tokenizer, cache_dir=cache).tokens.tolist() == [3, 4, 0]
+    with pytest.raises(DataError, match=r"gives its eos token \(0\) to words of the text"):
+        tokenize_documents(make_documents(["w1 stranger w2"]), tokenizer, cache_dir=cache)
+
+
+def test_ids_beyond_a_gap_in_the_vocabulary_are_kept(make_documents, cache):
+    vocab = {"<unk>": 0, "</s>": 1, "far": 70_000}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    assert tokenize_documents(make_documents(["far"]), tokenizer, cache_dir=cache).tokens.tolist() == [70_000, 1]
+
+
+def test_a_tokenizer_with_a_part_in_python_is_refused(make_documents, cache):
+    class Halves:
+        def pre_tokenize(self, text):
+            text.split(lambda i, part: [part[:1], part[1:]])
+
+    tokenizer = word_tokenizer(3, eos_token="</s>")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Halves())
+    with pytest.raises(DataError, match="has a part that cannot be copied"):
+        tokenize_documents(make_documents(["w1"]), tokenizer, cache_dir=cache)

@@ -180,7 +180,9 @@ def test_a_streamed_recipe_trains_with_the_tokenizer_too(style: str, tmp_path: P
         rows = [{"id": f"{shard}-{n}", "text": f"On day {n} the sea was calm, {shard}."} for n in range(30)]
         (shards / f"{shard}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = prepare(
-        recipe(tmp_path, style, str(shards), streaming=True, split_by="document", fractions=(0.6, 0.2, 0.2), cache_dir=None)
+        recipe(
+            tmp_path, style, str(shards), streaming=True, split_by="document", fractions=(0.6, 0.2, 0.2), cache_dir=None
+        )
     )
     assert run.train().steps == 4
     window = next(iter(run.train_windows))

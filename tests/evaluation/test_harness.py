@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from loopformers.errors import ConfigError, DataError
 from loopformers.evaluation.harness import LoopformersLM, register
 from loopformers.testing import tiny_model
+from tests.tokenizer_styles import STYLES, save_style
 
 WORDS = [
     "the",
@@ -236,3 +237,65 @@ def test_an_answer_longer_than_the_model_sees_is_refused(elastic, tokenizer):
     lm = LoopformersLM(elastic, tokenizer=tokenizer)
     with pytest.raises(DataError, match="asks for 256 new tokens and the model sees 61"):
         lm.generate_until([request("the sea", {"until": ["."]})])
+
+
+# -- tokenizers whose template begins and ends texts -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def framed() -> Any:
+    """A model of another kind, whose tokenizer puts `<s>` before and `</s>` behind each text."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=2050, n_embd=24, n_layer=1, n_head=4, n_positions=61)).eval()
+
+
+def test_contexts_begin_as_the_tokenizer_begins_texts_and_no_end_token_closes_them(framed):
+    tokenizer = STYLES["llama"]()
+    bare = tokenizer("the sea was", add_special_tokens=False)["input_ids"]
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    lm = LoopformersLM(framed, tokenizer=tokenizer, batch_size=2)
+    assert lm.tok_encode("the sea was") == lm.tok_encode("<s>the sea was") == [start, *bare]
+    assert lm.tok_encode("the sea was", add_special_tokens=False) == bare
+    assert lm.tok_encode("the sea was", left_truncate_len=2) == bare[-2:]
+    context, continuation = lm._encode_pair("the sea was", " grey")
+    assert context == [start, *bare]
+    assert continuation == tokenizer(" grey", add_special_tokens=False)["input_ids"], "something is scored, and no end"
+    ids, mask = lm.tok_batch_encode(["the sea was", "the"])
+    assert ids[0].tolist() == [start, *bare]
+    assert end not in ids[:, 0] or mask[1, 0] == 0
+    assert ids[1][mask[1].bool()].tolist() == [start, *tokenizer("the", add_special_tokens=False)["input_ids"]]
+    assert lm.prefix_token_id == start
+
+
+def test_a_rolling_text_has_one_start_token(framed):
+    tokenizer = STYLES["llama"]()
+    ids = [tokenizer.bos_token_id, *tokenizer("the sea was grey", add_special_tokens=False)["input_ids"]]
+    with torch.no_grad():
+        nats = framed(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    expected = float(nats[:-1].gather(1, torch.tensor(ids)[1:, None]).sum())
+    lm = LoopformersLM(framed, tokenizer=tokenizer)
+    assert lm.loglikelihood_rolling([request("the sea was grey")]) == [pytest.approx(expected, abs=1e-4)]
+    assert lm.begin_tokens == (tokenizer.bos_token_id,)
+
+
+@pytest.mark.parametrize(
+    ("style", "asked", "begin"), [("llama", False, ""), ("llama", True, "<s>"), ("gpt2", True, "<|endoftext|>")]
+)
+def test_a_start_token_is_added_or_left_out_as_asked(style, asked, begin, framed):
+    tokenizer = STYLES[style]()
+    lm = LoopformersLM(framed, tokenizer=tokenizer, add_bos_token=asked)
+    assert tokenizer.decode(lm.tok_encode("the sea")) == begin + "the sea"
+
+
+def test_a_start_token_that_the_tokenizer_has_not_is_refused(framed):
+    tokenizer = STYLES["gpt2"]()
+    tokenizer.bos_token = None
+    with pytest.raises(ConfigError, match="add_bos_token=True and a tokenizer that has no start token"):
+        LoopformersLM(framed, tokenizer=tokenizer, add_bos_token=True)
+
+
+def test_a_model_takes_the_folder_of_a_tokenizer_and_needs_one(framed, tmp_path):
+    lm = LoopformersLM(framed, tokenizer=save_style("llama", tmp_path))
+    assert lm.tokenizer.eos_token == "</s>"
+    with pytest.raises(ConfigError, match="brings no tokenizer"):
+        LoopformersLM(framed)

@@ -50,7 +50,7 @@ def test_code_of_a_folder_never_runs_whatever_stdin_says(
     (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass T: pass\n")
     change(folder / "tokenizer_config.json", tokenizer_class=tokenizer_class, auto_map=auto_map)
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
-    with pytest.raises(CheckpointError, match="asks for code of its own.*never run") as caught:
+    with pytest.raises(CheckpointError, match=r"asks for code of its own.*never run") as caught:
         open_tokenizer(folder)
     assert "trust_remote_code" not in str(caught.value)
     assert capsys.readouterr() == ("", "")
@@ -115,7 +115,9 @@ def test_a_damaged_file_is_named(folder: Path, file: str, content: str | bytes) 
         ("eos_token", "x" * 10_000, None),
     ],
 )
-def test_a_value_of_the_wrong_type_is_named_with_its_file(folder: Path, field: str, value: Any, rule: str | None) -> None:
+def test_a_value_of_the_wrong_type_is_named_with_its_file(
+    folder: Path, field: str, value: Any, rule: str | None
+) -> None:
     change(folder / "tokenizer_config.json", **{field: value})
     if rule is None:
         assert open_tokenizer(folder).eos_token == value
@@ -204,7 +206,9 @@ BERT = ("[CLS] $A [SEP]", "[CLS]", "[SEP]")
         (space_marking_tokenizer, [], []),
     ],
 )
-def test_a_prompt_begins_as_its_tokenizer_begins_texts_and_is_never_closed(make: Any, begin: list[str], end: list[str]) -> None:
+def test_a_prompt_begins_as_its_tokenizer_begins_texts_and_is_never_closed(
+    make: Any, begin: list[str], end: list[str]
+) -> None:
     tokenizer = make()
     ids = [tokenizer.convert_tokens_to_ids(tokens) for tokens in (begin, end)]
     assert [list(part) for part in framing(tokenizer)] == ids

@@ -21,6 +21,7 @@ from loopformers.training.optimizers import DecayedAdamW, MuonAdamW
 from loopformers.training.progress import TrainingProgress
 from loopformers.training.step_log import StepLog
 from loopformers.training.trainer import LoopTrainer, training_arguments
+from tests.tokenizer_styles import STYLES
 
 VOCAB, SEQ = 29, 13
 
@@ -403,3 +404,10 @@ def test_reporters_get_this_trainers_record(tmp_path: Path) -> None:
         ("learning_rates/matrices", record["learning_rates"]["matrices"]),
     ):
         assert reported[0][name] == value
+
+
+def test_a_tokenizer_without_pad_token_may_stand_beside_windows_that_need_no_padding(tmp_path: Path) -> None:
+    make_trainer(tmp_path / "one").train()
+    make_trainer(tmp_path / "two", processing_class=STYLES["gpt2"]()).train()
+    losses = [[record["loss"] for record in records(tmp_path / name)] for name in ("one", "two")]
+    assert losses[0] == losses[1]

@@ -4,6 +4,7 @@ A subclass of the harness's own `HFLM`, which keeps its tokenisation, rolling wi
 that a prompt here is a prompt there. What differs:
 
 - the model runs along a schedule, in scoring and in generation;
+- a tokenizer whose template ends texts does not end contexts, and a rolling text has one start token, not two;
 - choices of one question share the cache of their context: the context runs once, not once a choice. The cache of a looped
   model is exact, so the scores are those of whole sequences (up to rounding). Other models run whole sequences;
 - logits are made for continuations alone, and summed in float64;
