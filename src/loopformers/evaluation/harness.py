@@ -1,6 +1,6 @@
 """lm-evaluation-harness runs our models: the harness's `LM`, with a number of loops, a schedule or an exit rule.
 
-A subclass of the harness's own `HFLM`, which keeps its tokenisation, rolling windows, stop strings and chat templates, so
+A subclass of the harness's own `HFLM`, which keeps its rolling windows, stop strings and chat templates, so
 that a prompt here is a prompt there. What differs:
 
 - the model runs along a schedule, in scoring and in generation;
