@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 OUTPUT_DIR ?= runs/quickstart
 
-.PHONY: quickstart test test-lowest check format benchmarks clean
+.PHONY: quickstart test test-lowest test-others check format benchmarks clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/loopformers quickstart --output-dir $(OUTPUT_DIR)
@@ -21,6 +21,12 @@ LOWEST_TESTS := tests/model tests/parity tests/nn tests/recurrence tests/objecti
 
 test-lowest: $(VENV)-lowest/.installed
 	$(VENV)-lowest/bin/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow and not distributed' $(LOWEST_TESTS)
+
+# The suites that transformers and peft have for any model, from the source distributions of their installed versions. Where
+# these cannot be downloaded, the suites say so and are skipped.
+test-others: $(VENV)/.installed
+	$(BIN)/python -m tests.others_suites.sources transformers peft
+	$(BIN)/python -m pytest -n $(JOBS) $(wildcard tests/others_suites/*_suite.py)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
