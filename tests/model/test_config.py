@@ -38,8 +38,11 @@ ILLEGAL = {
     "a number for a pattern": ({"window_pattern": 4}, "window_pattern=4 must be a string of S"),
     "no window": ({"sliding_window": 0}, "sliding_window=0 must be a whole number of at least 1"),
     "no latent": ({"kv_lora_rank": 0}, "kv_lora_rank=0 must be a whole number of at least 1"),
-    "soft cap": ({"final_logit_softcapping": -1.0}, "final_logit_softcapping=-1.0 must be a positive number, or null"),
-    "epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a positive number, or null"),
+    "soft cap": (
+        {"final_logit_softcapping": -1.0},
+        "final_logit_softcapping=-1.0 must be a positive number, at most .*, or null",
+    ),
+    "epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a positive number, at most .*, or null"),
     "time scale": ({"time_scale": 0}, "time_scale=0 must be a positive number"),
     "not a number": ({"rope_theta": float("nan")}, "rope_theta=nan must be a positive number"),
     "a text number": ({"initializer_range": "small"}, "initializer_range='small' must be a positive number"),

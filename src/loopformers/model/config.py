@@ -7,12 +7,11 @@ import math
 from collections.abc import Collection
 from typing import Any, Literal
 
-from transformers import PreTrainedConfig
-
 from loopformers.errors import CheckpointError, ConfigError, unknown_name
 from loopformers.extensions import load_extensions
 from loopformers.laws import SHORT_SAMPLERS, Fixed, Law, LoopPlan, ShortSampler, ShortTrajectory
 from loopformers.model.costs import Costs
+from loopformers.model.inherited import INHERITED, StoredConfig, check_inherited, check_tokens, read_extras, shown
 from loopformers.model.presets import preset_fields
 from loopformers.nn.conditioning import CONDITIONINGS, ConditioningKind
 from loopformers.nn.init import INIT_SCHEMES, MODULATION_INITS, InitScheme, ModulationInit
@@ -27,7 +26,7 @@ from loopformers.schedule import Schedule, check_num_loops
 __all__ = ["LoopConfig"]
 
 
-class LoopConfig(Costs, PreTrainedConfig):
+class LoopConfig(Costs, StoredConfig):
     """Configuration of a looped model: stack x recurrence x conditioning, and the objective it is trained with.
 
     Unknown fields are refused. Sizes left at None are derived, and stored as derived.
@@ -46,7 +45,8 @@ class LoopConfig(Costs, PreTrainedConfig):
     vocab_size: int = 2048
     """Number of tokens."""
     pad_vocab_size_multiple: int | None = None
-    """Embedding and head have rows up to a multiple of this; logits are cut back to vocab_size. None: no padding."""
+    """Random rows of embedding and head are drawn for a multiple of this, and a GPU multiplies by the head as if it had that
+    many; the parameters have vocab_size rows. None: vocab_size."""
     hidden_size: int = 384
     """d, width of the residual stream."""
     intermediate_size: int | None = None
@@ -141,32 +141,21 @@ class LoopConfig(Costs, PreTrainedConfig):
                 "transformers' AutoModelForCausalLM, or convert an official looped checkpoint with `loopformers convert`"
             )
         own = self.own_fields()
-        if unknown := sorted(fields.keys() - own.keys() - _INHERITED_FIELDS):
+        extras = read_extras(fields, dir(LoopConfig))
+        if unknown := sorted(fields.keys() - own.keys() - INHERITED):
             raise ConfigError(unknown_name("field", unknown[0], own))
+        check_inherited(fields)
         for name, default in own.items():
             setattr(self, name, fields.pop(name, default))
         super().__init__(**fields)
+        for name, value in extras.items():
+            setattr(self, name, value)
         self.check()
 
     @classmethod
     def own_fields(cls) -> dict[str, Any]:
         """Return the fields that shape a model and their defaults, without those that transformers adds."""
         return {name: default for name, default in vars(LoopConfig).items() if name in LoopConfig.__annotations__}
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """transformers' method; overrides are fields like any other, so they are checked and unknown ones refused.
-
-        Raises:
-            ConfigError: An unknown field, or a combination that is not legal.
-        """
-        own = cls.own_fields()
-        overrides = {name: kwargs.pop(name) for name in own.keys() & kwargs.keys()}
-        if not kwargs.get("return_unused_kwargs"):  # with it, transformers hands what is left to the model's loading
-            left = {name for name in kwargs.keys() - _INHERITED_FIELDS if not name.startswith("_")}
-            if unknown := sorted(left - {"return_unused_kwargs"}):
-                raise ConfigError(unknown_name("field", unknown[0], own))
-        return super().from_dict({**config_dict, **overrides}, **kwargs)
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> LoopConfig:
@@ -190,8 +179,9 @@ class LoopConfig(Costs, PreTrainedConfig):
             self._check_count(name, at_least=0 if name in ("num_prelude_layers", "num_coda_layers") else 1)
         load_extensions()
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(unknown_name(name, getattr(self, name), allowed))
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in allowed:
+                raise ConfigError(unknown_name(name, value if isinstance(value, str) else shown(value), allowed))
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be true or false")
@@ -236,23 +226,28 @@ class LoopConfig(Costs, PreTrainedConfig):
             )
 
     def _check_window(self) -> None:
-        if not self.window_pattern or set(str(self.window_pattern)) - set("SL"):
+        pattern = self.window_pattern
+        if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN or set(pattern) - set("SL"):
             raise ConfigError(
-                f"window_pattern={self.window_pattern!r} must be a string of S (sliding) and L (full), such as 'SSSL'"
+                f"window_pattern={shown(pattern)} must be a string of S (sliding) and L (full), such as 'SSSL'"
             )
-        if self.sliding_window is None and "S" in self.window_pattern:
+        if self.sliding_window is None and "S" in pattern:
             self.sliding_window = max(1, self.max_position_embeddings // 4)
 
     def _check_numbers(self) -> None:
-        for name in ("rope_theta", "time_scale", "initializer_range"):
-            if not _as_number(getattr(self, name)) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be a positive number")
-        for name in ("rms_norm_eps", "final_logit_softcapping"):
-            if getattr(self, name) is not None and not _as_number(getattr(self, name)) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be a positive number, or null for none")
-        for name in ("short_weight", "consistency_weight"):
-            if not _as_number(getattr(self, name)) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be a number of at least 0")
+        for name, (largest, may_be_zero, may_be_none) in _NUMBERS.items():
+            value = getattr(self, name)
+            if may_be_none and value is None:
+                continue
+            number = _as_number(value)
+            if not (number >= 0 if may_be_zero else number > 0) or number > largest:
+                kind = "a number of at least 0" if may_be_zero else "a positive number"
+                rest = ", or null for none" if may_be_none else ""
+                raise ConfigError(f"{name}={shown(value)} must be {kind}, at most {largest:g}{rest}")
+        if isinstance(self.loop_seed, bool) or not isinstance(self.loop_seed, int) or abs(self.loop_seed) >= 2**64:
+            raise ConfigError(f"loop_seed={shown(self.loop_seed)} must be a whole number of less than 64 bits")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            check_tokens(name, getattr(self, name), self.vocab_size, several=name == "eos_token_id")
 
     def _check_training(self) -> None:
         if self.objective == "shortcut_consistency" and self.num_loops < 2:
@@ -270,7 +265,7 @@ class LoopConfig(Costs, PreTrainedConfig):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of embedding and head."""
+        """vocab_size, rounded up to the multiple; the parameters have vocab_size rows, see `nn/head.py`."""
         multiple = self.pad_vocab_size_multiple or 1
         return -(-self.vocab_size // multiple) * multiple
 
@@ -378,6 +373,19 @@ _OPTIONAL = {
     "pad_vocab_size_multiple", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "kv_lora_rank", "sliding_window",
 }  # fmt: skip
+MAX_PATTERN = 10_000
+"""Longest window pattern; more layers than any model has."""
+
+_NUMBERS = {
+    # largest value, whether it may be 0, whether it may be None
+    "rope_theta": (1e12, False, False),
+    "time_scale": (1e6, False, False),
+    "initializer_range": (1e3, False, False),
+    "rms_norm_eps": (1.0, False, True),
+    "final_logit_softcapping": (1e6, False, True),
+    "short_weight": (1e6, True, False),
+    "consistency_weight": (1e6, True, False),
+}
 _SWITCHES = ("qk_norm", "tie_word_embeddings", "loop_norm", "use_cache")
 _CHOICES: dict[str, Collection[str]] = {
     "position_embedding": ("rotary", "learned"),
@@ -393,10 +401,3 @@ _CHOICES: dict[str, Collection[str]] = {
     "init_scheme": INIT_SCHEMES,
     "modulation_init": MODULATION_INITS,
 }
-_INHERITED_FIELDS = {
-    # What transformers itself writes into a config.json or passes through from_pretrained, in its whole range.
-    "architectures", "attn_implementation", "auto_map", "chunk_size_feed_forward", "dtype", "experts_implementation",
-    "id2label", "is_encoder_decoder", "label2id", "name_or_path", "num_labels", "output_attentions",
-    "output_hidden_states", "problem_type", "quantization_config", "return_dict", "torch_dtype", "transformers_version",
-    "_commit_hash", "_name_or_path",
-}  # fmt: skip
