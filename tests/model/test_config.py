@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from loopformers import CheckpointError, ConfigError, LoopConfig, Schedule
@@ -169,3 +171,131 @@ def test_a_configuration_changed_in_place_is_checked_when_a_model_is_built():
     config.num_key_value_heads = 3
     with pytest.raises(ConfigError, match="num_key_value_heads=3 must divide"):
         LoopedForCausalLM(config)
+
+
+# -- what other tools add --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("unsloth_version", "2026.1"), ("batch_norm_eps", 1e-3), ("adapter_plan", {"a": [1, None]}), ("_tool_note", True)],
+)
+def test_what_other_tools_set_on_a_configuration_survives_a_round_trip(name, value, tmp_path):
+    config = tiny_config("flt")
+    setattr(config, name, value)
+    config.save_pretrained(tmp_path)
+    for again in (LoopConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path), copy.deepcopy(config)):
+        assert getattr(again, name) == value
+        assert again.to_dict() | {"_name_or_path": ""} == config.to_dict()
+    again.save_pretrained(tmp_path)
+    assert getattr(LoopConfig.from_pretrained(tmp_path, num_loops=5), name) == value
+    assert getattr(LoopConfig(**config.to_dict()), name) == value
+    with pytest.raises(ConfigError, match=f"field='{name}' is not known"):
+        LoopConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("_name_or_path", "somewhere"), ("torch_dtype", "bfloat16"), ("dtype", "float16"), ("pad_token_id", 7),
+        ("use_cache", False), ("architectures", ["LoopedForCausalLM"]), ("auto_map", {"AutoConfig": "a.B"}),
+        ("id2label", {0: "no", 1: "yes"}), ("problem_type", "regression"), ("output_hidden_states", True),
+        ("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    ],
+)  # fmt: skip
+def test_what_transformers_sets_on_a_configuration_survives_a_round_trip(name, value, tmp_path):
+    config = tiny_config("loopformer")
+    setattr(config, name, value)
+    config.save_pretrained(tmp_path)
+    again = LoopConfig.from_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert "extra_fields" not in stored
+    if name not in ("_name_or_path", "dtype", "torch_dtype"):
+        assert getattr(again, name) == value
+    if "dtype" in name:
+        assert again.dtype == getattr(torch, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("tool", object(), "config.tool=<object .* cannot be stored in config.json"),
+        ("tool", {1, 2}, r"config.tool=\{1, 2\} cannot be stored"),
+        ("law", 3, "config.law has been set, and it hides a part of the configuration"),
+        ("num_loops", -3, "num_loops=-3"),
+        ("eos_token_id", 61, "eos_token_id=61 must be a token from 0 to 60"),
+        ("id2label", "x", "id2label='x' must be an object"),
+    ],
+)
+def test_a_configuration_that_could_not_be_read_again_is_refused_before_anything_is_written(
+    name, value, match, tmp_path
+):
+    from loopformers.testing import tiny_model
+
+    model = tiny_model("flt")
+    model.config.__dict__[name] = value
+    for save in (model.config.save_pretrained, model.save_pretrained):
+        with pytest.raises(ConfigError, match=match):
+            save(tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+HOSTILE = {
+    "stream in a list": {"stream": ["state"]},
+    "dtype": {"dtype": "float7"},
+    "old dtype": {"torch_dtype": "int8"},
+    "text token": {"eos_token_id": "x"},
+    "negative token": {"pad_token_id": -5},
+    "far token": {"bos_token_id": 10**9},
+    "a text among tokens": {"eos_token_id": [1, "x"]},
+    "labels": {"id2label": "x"},
+    "label numbers": {"id2label": {"x": "y"}},
+    "attention": {"attn_implementation": "nonsense"},
+    "attention from the hub": {"attn_implementation": "someone/kernel"},
+    "attention in a list": {"attn_implementation": ["sdpa"]},
+    "quantisation text": {"quantization_config": "x"},
+    "quantisation list": {"quantization_config": [1]},
+    "quantisation method": {"quantization_config": {"quant_method": "nonsense"}},
+    "no quantisation method": {"quantization_config": {}},
+    "seed": {"loop_seed": "x"},
+    "epsilon": {"rms_norm_eps": 1e308},
+    "base": {"rope_theta": 1e308},
+    "many loops": {"num_loops": 1e30},
+    "pattern in a list": {"window_pattern": ["S"]},
+    "long pattern": {"window_pattern": "L" * 10**6},
+    "extras": {"extra_fields": "num_loops"},
+    "extras that hide a method": {"extra_fields": ["check"], "check": 3},
+    "extras that hide the class": {"extra_fields": ["__class__"], "__class__": 3},
+    "a switch": {"return_dict": "yes"},
+    "an encoder": {"is_encoder_decoder": True},
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_field_of_the_wrong_kind_is_refused_in_a_short_text(case, tmp_path):
+    from loopformers import LoopedForCausalLM
+
+    tiny_config("flt").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | HOSTILE[case]))
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
+        LoopedForCausalLM(LoopConfig.from_pretrained(tmp_path))
+    assert next(iter(HOSTILE[case])) in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "", "[" * 5000 + "]" * 5000])
+def test_a_config_json_that_is_no_object_is_refused_by_its_path(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        LoopConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "argument", [{"device_map": "auto"}, {"gguf_file": None}, {"use_auth_token": None}, {"variant": "x"}]
+)
+def test_arguments_of_the_loader_say_nothing_to_a_configuration(argument, tmp_path):
+    tiny_config("flt").save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path, **argument).to_dict() == tiny_config("flt").to_dict() | {
+        "_name_or_path": str(tmp_path), "architectures": None,
+    }  # fmt: skip

@@ -230,7 +230,7 @@ BROKEN = {
     "missing": (lambda w: w.pop("transformer.h.1.mlp.c_fc.weight"), r"lacks 1 parameters.*layers\.1\.mlp\.up_proj"),
     "shape": (
         lambda w: w.update({"lm_head.weight": torch.zeros(128, 31)}),
-        r"'lm_head.weight' of shape \(128, 31\) does not fit lm_head.weight, which has shape \(128, 32\)",
+        r"'lm_head.weight' of shape \(128, 31\) does not fit lm_head.weight, which has shape \(80, 32\)",
     ),
     "twice": (lambda w: w.update({"module.lm_head.weight": w["lm_head.weight"]}), "once more under another prefix"),
     "rows": (

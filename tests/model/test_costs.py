@@ -145,7 +145,7 @@ def test_a_consistency_step_counts_the_mean_of_its_short_trajectories():
 def test_an_exit_that_is_a_prefix_costs_no_more_than_its_head():
     exits = tiny_config("base-loop-exit", num_loops=4)
     alone = tiny_config("base-loop-exit", num_loops=4, objective="last_loop").training_flops(seq_len=9)
-    head = 3 * 2 * exits.hidden_size * exits.padded_vocab_size * 9
+    head = 3 * 2 * exits.hidden_size * exits.vocab_size * 9
     for loops in (1, 2, 3):
         assert exits.training_flops(seq_len=9, short=Schedule.uniform(loops)) == alone + head
     assert exits.training_flops(seq_len=9) == alone + head

@@ -53,13 +53,51 @@ def test_a_saved_model_loads_with_equal_bits(preset, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_padded_rows_are_stored_and_logits_are_cut_back(tied, tmp_path):
+@pytest.mark.parametrize("way", ["folder", "shards", "trunk", "state dict", "load_state_dict"])
+def test_padding_that_a_checkpoint_stores_is_cut_off(way, tied, tmp_path):
+    """Checkpoints once held rows that stand for no token."""
     model = tiny_model("flt", vocab_size=37, pad_vocab_size_multiple=16, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
-    again = LoopedForCausalLM.from_pretrained(tmp_path)
-    assert again.model.embed_tokens.weight.shape == (48, 24)
-    assert again(tokens(vocab_size=37)).logits.shape == (3, 7, 37)
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in stored.keys() & {"model.embed_tokens.weight", "lm_head.weight"}:
+        stored[name] = torch.cat([stored[name], torch.full((11, 24), 9.0)])
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    if way == "load_state_dict":
+        again = tiny_model("flt", vocab_size=37, pad_vocab_size_multiple=16, tie_word_embeddings=tied, seed=1)
+        again.load_state_dict(stored, strict=not tied)
+    elif way == "state dict":
+        again = LoopedForCausalLM.from_pretrained(None, config=model.config, state_dict=stored)
+    elif way == "trunk":
+        trunk = LoopedModel.from_pretrained(tmp_path)
+        assert torch.equal(trunk.embed_tokens.weight, model.model.embed_tokens.weight)
+        return
+    else:
+        if way == "shards":
+            halves = [dict(list(stored.items())[i::2]) for i in range(2)]
+            (tmp_path / "model.safetensors").unlink()
+            for i, half in enumerate(halves):
+                save_file(half, tmp_path / f"part-{i}.safetensors", metadata={"format": "pt"})
+            index = {
+                "metadata": {},
+                "weight_map": {name: f"part-{i}.safetensors" for i in range(2) for name in halves[i]},
+            }
+            (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        again = LoopedForCausalLM.from_pretrained(tmp_path)
+    assert again.model.embed_tokens.weight.shape == again.lm_head.weight.shape == (37, 24)
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
     assert torch.equal(model(tokens(vocab_size=37)).logits, again(tokens(vocab_size=37)).logits)
+
+
+@pytest.mark.parametrize("preset", ["flt", "elastic-flt", "loopformer"])
+def test_who_multiplies_by_the_head_itself_gets_the_same_loss(preset):
+    """As trainers do that call the trunk and compute their own loss: no row takes probability from the tokens."""
+    model = tiny_model(preset, vocab_size=37, pad_vocab_size_multiple=64)
+    ids = tokens(vocab_size=37)
+    logits = model.base_model(ids, return_dict=True).last_hidden_state[:, :-1] @ model.lm_head.weight.T
+    cap = model.config.final_logit_softcapping
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    by_hand = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(model(ids, labels=ids).loss, by_hand)
 
 
 def test_the_generation_configuration_is_saved_too(tmp_path):
@@ -195,10 +233,11 @@ def test_the_attention_function_is_chosen_at_loading_and_unknown_ones_are_refuse
 @pytest.mark.parametrize("preset", ["flt", "elastic-flt"])
 def test_attention_weights_come_out_one_for_each_application_of_a_layer(preset):
     model = tiny_model(preset, num_prelude_layers=1)
-    with pytest.raises(ConfigError, match="only 'eager' returns weights"):
-        model(tokens(), output_attentions=True)
+    out = model(tokens(), output_attentions=True)  # by sdpa, which gives none: the call runs eager
     model.set_attn_implementation("eager")
     weights = model(tokens(), output_attentions=True).attentions
+    assert all(torch.equal(a, b) for a, b in zip(out.attentions, weights, strict=True))
+    assert torch.equal(out.logits, model(tokens()).logits)
     assert [w.shape for w in weights] == [(3, 4, 7, 7)] * (1 + 2 * 3)
     for matrix in weights:
         torch.testing.assert_close(matrix.sum(-1), torch.ones(3, 4, 7))
@@ -271,7 +310,7 @@ def test_a_resized_vocabulary_keeps_old_tokens_and_loads_again(preset, tokens_wa
     before = model(ids).logits
     model.resize_token_embeddings(tokens_wanted)
     assert model.config.vocab_size == tokens_wanted
-    assert model.get_input_embeddings().weight.shape[0] == model.config.padded_vocab_size
+    assert len(model.get_input_embeddings().weight) == len(model.lm_head.weight) == tokens_wanted
     after = model(ids).logits
     assert after.shape == (3, 7, tokens_wanted)
     kept = min(61, tokens_wanted)
@@ -289,10 +328,11 @@ def test_new_rows_may_start_as_the_initialiser_has_it():
     assert 0.9 < float(model.get_input_embeddings().weight.detach()[64:].std()) < 1.1
 
 
-def test_rows_may_be_padded_to_another_multiple(tmp_path):
+def test_another_multiple_for_products_adds_no_token(tmp_path):
     model = tiny_model("loopformer")
     model.resize_token_embeddings(pad_to_multiple_of=32)
-    assert (model.config.vocab_size, len(model.get_input_embeddings().weight)) == (61, 64)
+    assert (model.config.vocab_size, len(model.get_input_embeddings().weight)) == (61, 61)
+    assert model.lm_head.drawn_rows == model.config.padded_vocab_size == 64
     model.save_pretrained(tmp_path)
     assert LoopedForCausalLM.from_pretrained(tmp_path)(tokens()).logits.shape[-1] == 61
 

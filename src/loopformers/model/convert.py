@@ -88,6 +88,9 @@ def from_official(state_dict: Mapping[str, Tensor], case: Mapping[str, Any]) -> 
     expected = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=True)}
     if config.tie_word_embeddings:
         weights = _untie_names(weights)
+    for name in ("transformer.wte.weight", "lm_head.weight"):  # rows of padding stand for no token
+        if name in weights and weights[name].shape == (config.padded_vocab_size, config.hidden_size):
+            weights[name] = weights[name][: config.vocab_size]
     ours = _rename(weights, FLT_RULES if _is_flt(case) else LOOPFORMER_RULES, expected)
     model.load_state_dict(ours, strict=False, assign=True)
     model.tie_weights()

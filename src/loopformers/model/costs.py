@@ -39,7 +39,7 @@ class Costs:
         embedders = self._num_embedders
         modulation = c.num_hidden_layers * (4 * d * d + 4 * d) if embedders else 0
         return {
-            "embedding": c.padded_vocab_size * d,
+            "embedding": c.vocab_size * d,
             "positions": c.max_position_embeddings * d if c.position_embedding == "learned" else 0,
             "prelude": c.num_prelude_layers * layer,
             "core": c.num_hidden_layers * layer,
@@ -47,7 +47,7 @@ class Costs:
             "conditioning": embedders * (2 * NUM_FREQUENCIES * d + d + d * d + d) + modulation,
             "recurrence": sum(math.prod(shape) for shapes in self._recurrence_shapes for shape in shapes),
             "norm": d if c.learned_norms != "none" else 0,
-            "head": 0 if c.tie_word_embeddings else c.padded_vocab_size * d,
+            "head": 0 if c.tie_word_embeddings else c.vocab_size * d,
         }
 
     def num_parameters(self) -> int:
@@ -67,7 +67,7 @@ class Costs:
         """
         c = cast("LoopConfig", self)
         run = c.resolve_schedule(num_loops, schedule)
-        head = 2 * c.hidden_size * c.padded_vocab_size * batch_size * seq_len
+        head = 2 * c.hidden_size * c.vocab_size * batch_size * seq_len
         prelude = self._once_flops(c.num_prelude_layers, batch_size, seq_len)
         return prelude + self._run_flops(run, batch_size, seq_len) + head
 
@@ -84,7 +84,7 @@ class Costs:
         """
         c = cast("LoopConfig", self)
         run = c.resolve_schedule(num_loops)
-        head = 2 * c.hidden_size * c.padded_vocab_size * batch_size * seq_len
+        head = 2 * c.hidden_size * c.vocab_size * batch_size * seq_len
         shorts: list[Schedule] = []
         forward = float(self._once_flops(c.num_prelude_layers, batch_size, seq_len))  # all trajectories share it
         forward += self._run_flops(run, batch_size, seq_len)

@@ -167,11 +167,11 @@ def _check_quantization(value: Any) -> None:
         )
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    legacy = value.get("load_in_4bit") or value.get("load_in_8bit")  # what bitsandbytes once left without a method
-    method = value.get("quant_method", "bitsandbytes" if legacy else None)
-    known = {str(getattr(name, "value", name)) for name in AUTO_QUANTIZATION_CONFIG_MAPPING}
+    is_bitsandbytes = value.get("load_in_4bit") or value.get("load_in_8bit")  # whose method may be left out
+    method = value.get("quant_method", "bitsandbytes" if is_bitsandbytes else None)
+    known = {"bitsandbytes", *(str(getattr(name, "value", name)) for name in AUTO_QUANTIZATION_CONFIG_MAPPING)}
     if not isinstance(method, str) or method not in known:
-        raise ConfigError(unknown_name("quantization_config's quant_method", shown(method), known))
+        raise ConfigError(unknown_name("quantization_config's quant_method", str(method)[:80], known))
 
 
 def check_tokens(name: str, value: Any, vocab_size: int, *, several: bool = False) -> None:

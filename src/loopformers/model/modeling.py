@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationMixin
 
 from loopformers.errors import CacheError, ConfigError
@@ -18,7 +18,7 @@ from loopformers.model.pretrained import LoopedPreTrainedModel
 from loopformers.model.saved_schedule import check_saved_schedule
 from loopformers.model.transformers_range import CACHE_NAME
 from loopformers.model.trunk import LoopedModel
-from loopformers.nn.init import as_role
+from loopformers.nn.head import VocabularyHead
 from loopformers.objectives import OBJECTIVES
 from loopformers.objectives.contract import ObjectiveWeights, Prediction, Targets
 from loopformers.objectives.cross_entropy import IGNORE
@@ -70,7 +70,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     def __init__(self, config: LoopConfig) -> None:
         super().__init__(config)
         self.model = LoopedModel(config)
-        self.lm_head = as_role("head", nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False))
+        self.lm_head = VocabularyHead(config.hidden_size, config.vocab_size, drawn_rows=config.padded_vocab_size)
         self.loss_chunk_tokens: int | None = None
         self._draw = (0, 0)
         self.post_init()
@@ -101,6 +101,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         cache: LoopedCache | None = None,
         cache_position: Tensor | None = None,
         exit_rule: ExitRunner | None = None,
+        **others: Any,
     ) -> LoopedCausalLMOutput | tuple[Any, ...]:
         """Run the model along a schedule, and compute the loss where labels are given.
 
@@ -126,22 +127,28 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             output_loop_diagnostics: Return residual norms, state cosines and, after the backward pass, gradient norms.
             output_hidden_states: Return the core's inputs and every loop's state.
             output_attentions: Return attention weights (`eager` alone).
-            return_dict: False for a tuple.
+            return_dict: False for a tuple; default: the configuration's.
             cache: See `past_key_values`.
             cache_position: Unused: the cache knows where it stands. Older transformers pass it.
             exit_rule: Decides after each loop which tokens leave (`loopformers.generation`); the schedule is then the deepest
                 run that a token may get. For generation and scoring, without labels.
+            others: What transformers passes to any model: `shift_labels` (as `targets`, in place of labels); `cu_seq_lens_q`,
+                `max_length_q`, `seq_idx` and their kin, which say where packed documents begin. All else is refused.
 
         Raises:
             ConfigError: Not a legal schedule, mask, input or combination.
             CacheError: The cache holds another schedule, or is of another class.
         """
+        if (shifted := others.pop("shift_labels", None)) is not None:
+            labels, targets = None, shifted
         if labels is not None and targets is not None:
             raise ConfigError("give labels (not shifted) or targets (aligned with the logits), not both")
         if labels is not None:
             targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
         if targets is not None and (isinstance(logits_to_keep, Tensor) or logits_to_keep != 0):
             raise ConfigError("a loss needs the logits of all positions; call with logits_to_keep=0")
+        given = cache if past_key_values is None else past_key_values
+        position_ids = self.model.settle(others, input_ids, position_ids, inputs_embeds, given)
         if exit_rule is not None:
             if not hasattr(exit_rule, "run"):
                 raise ConfigError(
@@ -208,6 +215,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
                 output_loop_diagnostics=output_loop_diagnostics,
                 output_hidden_states=output_hidden_states,
                 output_attentions=output_attentions,
+                return_dict=True,
                 cache=cache,
             )
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
@@ -228,11 +236,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
                 loop_diagnostics=trunk.loop_diagnostics,
                 **{CACHE_NAME: trunk.cache},
             )
-        return output.to_tuple() if return_dict is False else output
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def head(self, hidden: Tensor) -> Tensor:
         """Map final hidden states (batch, seq, dim) to logits (batch, seq, vocab), in float32 or better, soft-capped."""
-        logits = self.lm_head(hidden)[..., : self.config.vocab_size]
+        logits = self.lm_head(hidden)
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
         cap = self.config.final_logit_softcapping

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 
 from loopformers.errors import ConfigError
 from loopformers.model.cache import LoopedCache
@@ -18,6 +19,8 @@ from loopformers.nn.mask import packed_documents
 from loopformers.nn.rope import rotary_tables
 
 __all__ = ["Placement", "attention_context", "place"]
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def attention_context(
         cache: Holds the tokens before.
         windows: Sliding windows of the layers; None among them: full attention.
         dtype: Of the tables.
-        output_attentions: Whether attention weights are to be collected.
+        output_attentions: Whether attention weights are to be collected; such a call runs `eager`.
 
     Raises:
         ConfigError: An attention function that cannot do what is asked.
@@ -96,10 +99,11 @@ def attention_context(
     positions, valid, documents = placement.positions, placement.valid, placement.documents
     implementation = config._attn_implementation or "sdpa"
     if output_attentions and implementation != "eager":
-        raise ConfigError(
-            f"output_attentions=True with attn_implementation={implementation!r}: only 'eager' returns weights; call "
-            "model.set_attn_implementation('eager')"
+        logger.warning_once(
+            f"output_attentions=True with attn_implementation={implementation!r}: such calls run 'eager', which alone returns "
+            "weights and is slower; call model.set_attn_implementation('eager') to choose it"
         )
+        implementation = "eager"
     function = attention_reference if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
     masks: dict[int | None, Tensor | None]
     if "flash" in implementation and documents is not None:

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from loopformers.errors import CacheError, ConfigError
 from loopformers.model.cache import LoopedCache, SlotSource
+from loopformers.model.call_arguments import settle_arguments
 from loopformers.model.config import LoopConfig
 from loopformers.model.outputs import LoopedModelOutput
 from loopformers.model.placement import attention_context, place
 from loopformers.model.pretrained import LoopedPreTrainedModel
 from loopformers.nn.attention import Attention, AttentionContext, KeyValueSlot, LatentAttention
 from loopformers.nn.conditioning import Conditioning
+from loopformers.nn.head import VocabularyEmbedding
 from loopformers.nn.layer import Layer, Modulation
 from loopformers.nn.mlp import MLP
 from loopformers.recurrence.injection import INJECTIONS
@@ -61,10 +63,11 @@ class LoopedModel(LoopedPreTrainedModel):
     """
 
     def __init__(self, config: LoopConfig) -> None:
+        from loopformers.model.checkpointed_loop import CheckpointedLoop
+
         super().__init__(config)
-        config.check()
         d = config.hidden_size
-        self.embed_tokens = nn.Embedding(config.padded_vocab_size, d)
+        self.embed_tokens = VocabularyEmbedding(config.vocab_size, d, drawn_rows=config.padded_vocab_size)
         if config.position_embedding == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, d)
         self.prelude = nn.ModuleList(build_layer(config, "prelude", i) for i in range(config.num_prelude_layers))
@@ -76,6 +79,7 @@ class LoopedModel(LoopedPreTrainedModel):
             self.conditioning = Conditioning(d, config.num_hidden_layers, config.conditioning, config.time_scale)
         self.norm = nn.RMSNorm(d, eps=config.rms_norm_eps, elementwise_affine=config.learned_norms != "none")
         self.gradient_checkpointing = False
+        self.checkpointed_loop = CheckpointedLoop()
         self.num_kept_loops = 0
         self.observers: list[Observer] = []
         self.post_init()
@@ -99,14 +103,17 @@ class LoopedModel(LoopedPreTrainedModel):
         output_loop_diagnostics: bool = False,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        return_dict: bool | None = None,
         cache: LoopedCache | None = None,
-    ) -> LoopedModelOutput:
+        **others: Any,
+    ) -> LoopedModelOutput | tuple[Any, ...]:
         """Run the model along one schedule. Arguments are those of `LoopedForCausalLM.forward`."""
         config = self.config
         run_schedule = config.resolve_schedule(num_loops, schedule)
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         cache = self.resolve_cache(cache if past_key_values is None else past_key_values, use_cache)
+        position_ids = self.settle(others, input_ids, position_ids, inputs_embeds, cache)
         prepared = self.prepare(
             input_ids, attention_mask, position_ids, inputs_embeds, cache, run_schedule, bool(output_attentions)
         )
@@ -120,7 +127,7 @@ class LoopedModel(LoopedPreTrainedModel):
         if cache is not None:
             cache.advance(prepared.positions, prepared.valid)
         states = record.states
-        return LoopedModelOutput(
+        output = LoopedModelOutput(
             last_hidden_state=hidden,
             cache=cache,
             hidden_states=(prepared.inputs, *states) if output_hidden_states and states is not None else None,
@@ -129,8 +136,24 @@ class LoopedModel(LoopedPreTrainedModel):
             residual_norms=record.residual_norms,
             loop_diagnostics=record.diagnostics,
         )
+        return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     # -- the parts of a forward call, shared by all trajectories over the same tokens ----------------------------
+
+    def settle(
+        self,
+        others: dict[str, Any],
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        cache: LoopedCache | None,
+    ) -> Tensor | None:
+        """Return the positions of a call, or refuse an argument of it; see `call_arguments`."""
+        if not others:
+            return position_ids
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        shape = (0, 0) if tokens is None or tokens.dim() < 2 else (tokens.shape[0], tokens.shape[1])
+        return settle_arguments(others, position_ids, shape, 0 if cache is None else cache.get_seq_length())
 
     def prepare(
         self,
@@ -198,7 +221,7 @@ class LoopedModel(LoopedPreTrainedModel):
                 raise CacheError(
                     "a cache under activation checkpointing would be written twice; call with use_cache=False"
                 )
-            checkpoint = self._gradient_checkpointing_func
+            checkpoint = self.checkpointed_loop
 
         watching = [*self.observers, *([] if observer is None else [observer])]
 

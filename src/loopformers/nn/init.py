@@ -12,6 +12,8 @@ from typing import Literal, get_args
 from torch import nn
 from transformers import initialization as init
 
+from loopformers.nn.head import draw_rows
+
 __all__ = ["INIT_SCHEMES", "MODULATION_INITS", "InitScheme", "ModulationInit", "Role", "as_role", "initialize"]
 
 InitScheme = Literal["flt", "loopformer"]
@@ -49,7 +51,7 @@ def initialize(
     """
     match module:
         case nn.Embedding():
-            init.normal_(module.weight, std=1.0 if scheme == "flt" else std)
+            draw_rows(module, std=1.0 if scheme == "flt" else std)
         case nn.RMSNorm() if module.weight is not None:
             init.ones_(module.weight)
         case nn.Linear():
@@ -57,7 +59,7 @@ def initialize(
                 init.zeros_(module.bias)
             match getattr(module, "init_role", "input"):
                 case "head":
-                    init.normal_(module.weight, std=head_std)
+                    draw_rows(module, std=head_std)
                 case "embedder":
                     init.normal_(module.weight, std=std)
                 case "modulation":

@@ -48,8 +48,11 @@ def tiny_model(preset: str, *, seed: int = 0, randomize: bool = True, **override
         model = LoopedForCausalLM(tiny_config(preset, **overrides)).eval()
         if randomize:
             torch.manual_seed(seed)  # so that the weights do not depend on what the initialiser has drawn
+            rows = {id(module.weight): module.drawn_rows for module in model.modules() if hasattr(module, "drawn_rows")}
             with torch.no_grad():
                 for parameter in model.parameters():
                     fan_in = parameter.shape[-1]
-                    parameter.normal_(std=1.2 / fan_in**0.5 if parameter.dim() > 1 else 0.5)
+                    drawn = parameter.new_empty(rows.get(id(parameter), len(parameter)), *parameter.shape[1:])
+                    drawn.normal_(std=1.2 / fan_in**0.5 if parameter.dim() > 1 else 0.5)
+                    parameter.copy_(drawn[: len(parameter)])
     return model

@@ -406,7 +406,7 @@ def plan_memory(
     fixed = weights + state + buckets
     base = fixed + casts + (weights if accumulates else 0)
 
-    vocabulary = config.padded_vocab_size * d * FLOAT
+    vocabulary = config.vocab_size * d * FLOAT
     is_chunked = batch.loss_chunk_tokens is not None
     chunk = min(n, batch.loss_chunk_tokens or n)
     copy = chunk * config.vocab_size * FLOAT
@@ -451,7 +451,7 @@ def _autocast_bytes(config: LoopConfig, batch: Microbatch, trajectories: Sequenc
     keeps_core = any(batch.gradient_loops(loops) > batch.recomputed_loops(loops) for loops in trajectories)
     numbers = groups["prelude"] + groups["coda"] + groups["conditioning"]
     numbers += groups["core"] if keeps_core else 0
-    numbers += config.padded_vocab_size * config.hidden_size if batch.loss_chunk_tokens is None else 0
+    numbers += config.vocab_size * config.hidden_size if batch.loss_chunk_tokens is None else 0
     return numbers * c
 
 
@@ -492,6 +492,6 @@ def _update_bytes(config: LoopConfig, optimizer: OptimizerSettings, batch: Micro
     CUDA all together. Muon goes matrix by matrix, a few copies of one: less than that.
     """
     if batch.device_type == "cpu":
-        return 2 * config.padded_vocab_size * config.hidden_size * FLOAT
+        return 2 * config.vocab_size * config.hidden_size * FLOAT
     adamw = config.num_parameters() - (matrix_parameters(config) if isinstance(optimizer, MuonAdamW) else 0)
     return adamw * FLOAT

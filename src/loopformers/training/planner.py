@@ -379,7 +379,7 @@ def _executed(config: LoopConfig, batch: Microbatch, plan: LoopPlan) -> _Execute
     predictions = sum(trained_predictions(config, loops) for loops in trajectories)
     unshared = config.shared_by(plan) - config.shared_by(plan, batch.num_grad_loops)
     layers = with_gradient * config.num_hidden_layers + config.num_prelude_layers + config.num_coda_layers * predictions
-    head = 2 * n * config.hidden_size * config.padded_vocab_size
+    head = 2 * n * config.hidden_size * config.vocab_size
     return _Executed(
         model=model,
         recomputed_loops=float(recomputed * once),
