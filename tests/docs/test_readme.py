@@ -50,7 +50,7 @@ def test_the_pages_show_each_command():
     assert shown == set(cli.COMMANDS)
 
 
-@pytest.mark.parametrize("target", ["quickstart", "test", "check", "test-lowest", "benchmarks"])
+@pytest.mark.parametrize("target", ["quickstart", "test", "check", "test-lowest", "test-others", "benchmarks"])
 def test_every_make_target_on_a_page_is_in_the_makefile(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
 
@@ -63,5 +63,6 @@ def test_no_page_names_another_make_target():
         "test",
         "check",
         "test-lowest",
+        "test-others",
         "benchmarks",
     }
