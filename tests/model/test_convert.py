@@ -227,6 +227,10 @@ BROKEN = {
         "maps to model.layers.2",
     ),
     "unknown": (lambda w: w.update({"transformer.extra": torch.zeros(2)}), "'transformer.extra' maps to no parameter"),
+    "not finite": (
+        lambda w: w["transformer.h.1.mlp.c_fc.weight"].fill_(float("nan")),
+        r"numbers of model\.layers\.1\.mlp\.up_proj\.weight that are infinite or not a number",
+    ),
     "missing": (lambda w: w.pop("transformer.h.1.mlp.c_fc.weight"), r"lacks 1 parameters.*layers\.1\.mlp\.up_proj"),
     "shape": (
         lambda w: w.update({"lm_head.weight": torch.zeros(128, 31)}),

@@ -132,6 +132,17 @@ def test_tensors_without_a_place_are_refused_unless_the_caller_asks_to_be_told(n
     assert isinstance(model, LoopedForCausalLM)
 
 
+def test_padding_of_a_matrix_that_stays_on_disk_is_refused(folder):
+    padded = torch.cat([load_file(folder / "model.safetensors")["lm_head.weight"], torch.zeros(3, 24)])
+    change(folder, **{"lm_head.weight": padded})
+    arguments = {"device_map": {"model": "cpu", "lm_head": "disk"}, "offload_folder": str(folder / "offloaded")}
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is stored with 3 rows of padding"):
+        LoopedForCausalLM.from_pretrained(folder, **arguments)
+    LoopedForCausalLM.from_pretrained(folder).save_pretrained(folder)
+    model = LoopedForCausalLM.from_pretrained(folder, **arguments)
+    torch.testing.assert_close(model(torch.tensor([[1, 2]])).logits, tiny_model("flt")(torch.tensor([[1, 2]])).logits)
+
+
 @pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": "../a.safetensors"}}'])
 def test_an_index_that_does_not_map_tensors_to_files_beside_it_is_refused(index, folder):
     (folder / "model.safetensors").unlink()

@@ -23,6 +23,7 @@ from loopformers.errors import CheckpointError, ConfigError, LoopformersError, u
 from loopformers.model.config import LoopConfig
 from loopformers.model.modeling import LoopedForCausalLM
 from loopformers.model.tokenizer import open_tokenizer
+from loopformers.model.weight_files import check_finite
 
 __all__ = ["convert_checkpoint", "from_official", "official_config", "read_official"]
 
@@ -78,7 +79,8 @@ def from_official(state_dict: Mapping[str, Tensor], case: Mapping[str, Any]) -> 
             largest where several are listed), `kind`, `n_layer`, `loops` .. for the LoopFormer family.
 
     Raises:
-        CheckpointError: A tensor without a place, a place without a tensor, or a shape that does not fit.
+        CheckpointError: A tensor without a place, a place without a tensor, a shape that does not fit, or a number that is not
+            finite.
         ConfigError: A case that lacks a field or holds an illegal one.
     """
     weights = _unwrap(state_dict)
@@ -94,6 +96,7 @@ def from_official(state_dict: Mapping[str, Tensor], case: Mapping[str, Any]) -> 
     ours = _rename(weights, FLT_RULES if _is_flt(case) else LOOPFORMER_RULES, expected)
     model.load_state_dict(ours, strict=False, assign=True)
     model.tie_weights()
+    check_finite("the official checkpoint", model)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     return model.eval()

@@ -84,6 +84,7 @@ class LoopedPreTrainedModel(PreTrainedModel):
         is_quantized = getattr(model, "hf_quantizer", None) is not None
         if not is_quantized:
             check_floating(source, {name: tensors[name] for name in tensors.keys() - set(info["unexpected_keys"])})
+        model._refuse_offloaded_padding(tensors)
         mismatched = [found for found in info["mismatched_keys"] if not model._cut_stored_rows(*found, tensors)]
         info["mismatched_keys"] = type(info["mismatched_keys"])(mismatched)
         if mismatched and not may_mismatch:
@@ -107,14 +108,20 @@ class LoopedPreTrainedModel(PreTrainedModel):
         if not is_vocabulary or stored is None or list(found) != [rows, *expected[1:]]:
             return False
         weight = self.get_parameter(name)
-        if weight.is_meta:
-            raise CheckpointError(
-                f"{name} is stored with {rows - len(weight)} rows of padding, which cannot be cut off while it is off-loaded; "
-                "load the checkpoint without device_map once, and save it anew"
-            )
         with torch.no_grad():
             weight.copy_(tensors[stored].rows(stored, len(weight)))
         return True
+
+    def _refuse_offloaded_padding(self, tensors: dict[str, StoredTensor]) -> None:
+        """Raise CheckpointError where a vocabulary that is stored with padding stays on disk, where it can't be cut."""
+        for module in (self.get_input_embeddings(), self.get_output_embeddings()):
+            weight = None if module is None else module.weight
+            for name in ("model.embed_tokens.weight", "lm_head.weight"):
+                if weight is not None and weight.is_meta and name in tensors and len(weight) < tensors[name].shape[0]:
+                    raise CheckpointError(
+                        f"{name} is stored with {tensors[name].shape[0] - len(weight)} rows of padding, which cannot be cut off "
+                        "while it stays on disk; load the checkpoint once without off-loading, and save it anew"
+                    )
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """transformers' method; files of weights are as readable as the configuration beside them.

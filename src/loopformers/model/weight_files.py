@@ -32,10 +32,12 @@ class StoredTensor:
 
     Attributes:
         dtype: As safetensors names it, such as F32.
+        shape: Sizes.
         file: The file that holds it, or the tensor itself where a state dict was given.
     """
 
     dtype: str
+    shape: tuple[int, ...]
     file: Path | Tensor
 
     def rows(self, name: str, num_rows: int) -> Tensor:
@@ -63,14 +65,19 @@ def stored_tensors(
     """
     if state_dict is not None:
         return {
-            name: StoredTensor("F" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch."), tensor)
-            for name, tensor in state_dict.items()
+            name: StoredTensor(_type_name(tensor), tuple(tensor.shape), tensor) for name, tensor in state_dict.items()
         }
     tensors: dict[str, StoredTensor] = {}
     for file in _files(source, variant, {name: where[name] for name in WHERE if name in where}):
         with safe_open(file, "pt") as opened:
-            tensors |= {name: StoredTensor(opened.get_slice(name).get_dtype(), file) for name in opened.keys()}  # noqa: SIM118
+            for name in opened.keys():  # noqa: SIM118 - it is no dict
+                piece = opened.get_slice(name)
+                tensors[name] = StoredTensor(piece.get_dtype(), tuple(piece.get_shape()), file)
     return tensors
+
+
+def _type_name(tensor: Tensor) -> str:
+    return "F" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
 
 
 def check_floating(source: object, tensors: Mapping[str, StoredTensor]) -> None:
