@@ -13,6 +13,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from datasets import Dataset
 from tokenizers import Tokenizer
 
+from loopformers.data.pieces import PieceCutter
 from loopformers.data.tokenizer import plain_backend
 from loopformers.errors import ConfigError, DataError
 from loopformers.files import write_whole
@@ -47,7 +49,10 @@ CACHE_FORMAT = 2
 """Part of every fingerprint: raise it when the stream of the same input changes."""
 
 BATCH_CHARACTERS = 1 << 21
-"""Characters tokenised together, which bounds memory; one longer document makes a batch of its own."""
+"""Characters tokenised together, which bounds memory; a longer document is tokenised in pieces."""
+
+PIECES_TOGETHER = 4
+"""Pieces of a long text tokenised together, which uses several cores."""
 
 NO_TARGET = -100
 """transformers' label where nothing is predicted."""
@@ -242,7 +247,7 @@ class DocumentEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._serialised = plain_backend(tokenizer)
-        self._backend: Tokenizer | None = None
+        self._cutter: PieceCutter | None = None
         self.eos_token_id: int = tokenizer.eos_token_id
         self.dtype: np.dtype[Any] = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.uint32)
         parts: list[Any] = [CACHE_FORMAT, self.eos_token_id, json.loads(self._serialised)]
@@ -252,26 +257,50 @@ class DocumentEncoder:
         self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_backend": None}  # its pickled form forgets that special tokens are text
+        return self.__dict__ | {"_cutter": None}  # its pickled form forgets that special tokens are text
 
     def encode(self, texts: list[str]) -> Iterator[TokenArray]:
-        """The ids of each text, (length + 1,).
+        """The ids of each text, (length + 1,); long texts are encoded in pieces, which changes no id.
 
         Raises:
-            DataError: The tokenizer gives its eos token to a text, and to the characters of that token, too.
+            DataError: A text too long to encode at once, which this tokenizer allows no cut in; or the tokenizer gives its
+                eos token to a text, and to the characters of that token, too.
         """
-        for ids in self._ids(texts):
-            array: TokenArray = np.array([*ids, self.eos_token_id], dtype=self.dtype)
-            if (array[:-1] == self.eos_token_id).any():
-                array = np.array([*self._without_eos(ids), self.eos_token_id], dtype=self.dtype)
-            yield array
+        short: list[str] = []
+        for text in texts:
+            if not self._pieces.is_long(text):
+                short.append(text)
+                continue
+            yield from map(self._closed, self._ids(short))
+            short = []
+            yield self._closed(self._long_ids(text))
+        yield from map(self._closed, self._ids(short))
+
+    @property
+    def _pieces(self) -> PieceCutter:
+        if self._cutter is None:
+            backend = Tokenizer.from_str(self._serialised)
+            backend.encode_special_tokens = True  # as text, that is
+            self._cutter = PieceCutter(backend)
+        return self._cutter
 
     def _ids(self, texts: list[str]) -> Iterator[list[int]]:
-        if self._backend is None:
-            self._backend = Tokenizer.from_str(self._serialised)
-            self._backend.encode_special_tokens = True  # as text, that is
-        for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False):
+        for encoding in self._pieces.backend.encode_batch_fast(texts, add_special_tokens=False) if texts else ():
             yield encoding.ids
+
+    def _long_ids(self, text: str) -> TokenArray:
+        pieces = self._pieces.pieces(text)
+        parts = []
+        while group := list(islice(pieces, PIECES_TOGETHER)):
+            parts += [np.array(ids, dtype=self.dtype) for ids in self._ids(group)]
+        return cast(TokenArray, np.concatenate(parts))
+
+    def _closed(self, ids: list[int] | TokenArray) -> TokenArray:
+        """Return the ids of a document with the end token behind them, and nowhere else."""
+        array: TokenArray = np.append(np.asarray(ids, dtype=self.dtype), self.dtype.type(self.eos_token_id))
+        if (array[:-1] == self.eos_token_id).any():
+            array = np.array([*self._without_eos(array[:-1].tolist()), self.eos_token_id], dtype=self.dtype)
+        return array
 
     def _without_eos(self, ids: list[int]) -> list[int]:
         spelled = [i for ids_of_character in self._ids(list(self._eos_token)) for i in ids_of_character]
@@ -332,10 +361,21 @@ def fingerprint(documents: Dataset, encoder: DocumentEncoder) -> str:
     digest = hashlib.sha256(encoder.fingerprint.encode())
     for texts in text_batches(documents):
         for text in texts:
-            encoded = text.encode()
-            digest.update(len(encoded).to_bytes(8, "big"))  # ("ab", "c") and ("a", "bc") differ
-            digest.update(encoded)
+            digest.update(utf8_length(text).to_bytes(8, "big"))  # ("ab", "c") and ("a", "bc") differ
+            for part in utf8_parts(text):
+                digest.update(part)
     return digest.hexdigest()[:40]
+
+
+def utf8_parts(text: str) -> Iterator[bytes]:
+    """The UTF-8 bytes of a text, a part at a time: a long text would take its size in memory again."""
+    for start in range(0, len(text), BATCH_CHARACTERS):
+        yield text[start : start + BATCH_CHARACTERS].encode()
+
+
+def utf8_length(text: str) -> int:
+    """Number of UTF-8 bytes of a text."""
+    return len(text) if text.isascii() else sum(map(len, utf8_parts(text)))
 
 
 def text_batches(documents: Dataset) -> Iterator[list[str]]:
@@ -361,10 +401,10 @@ def write_stream(path: Path, documents: Dataset, encoder: DocumentEncoder) -> No
         with aside.open("wb") as file:
             for texts in text_batches(documents):
                 for text, ids in zip(texts, encoder.encode(texts), strict=True):
-                    file.write(ids.tobytes())
+                    file.write(ids.data)
                     num_tokens += len(ids)
                     num_characters += len(text)
-                    num_bytes += len(text.encode())
+                    num_bytes += utf8_length(text)
         os.replace(aside, path.with_suffix(".bin"))
         description = {
             "dtype": encoder.dtype.name,
