@@ -14,7 +14,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from loopformers.data import corpora
-from loopformers.data.corpora import BUNDLED_CORPORA, load_documents, load_splits, text_id
+from loopformers.data.corpora import BUNDLED_CORPORA, load_documents, load_splits
+from loopformers.data.documents import text_id
 from loopformers.data.splits import SPLITS, split_documents
 from loopformers.errors import ConfigError, DataError
 
@@ -118,7 +119,7 @@ def test_a_parquet_file_is_read_with_columns_of_any_name(folder, load):
 def test_rows_without_an_id_take_it_from_their_text(folder, load):
     json_lines(folder / "a.jsonl", {"text": "one"}, {"text": "two"}, {"text": "one"})
     ids = load(folder / "a.jsonl")["id"]
-    assert ids[0] == ids[2] != ids[1], "copies of a text share their id, hence their split"
+    assert ids[0] == ids[2] != ids[1], "copies of a text share their id"
     json_lines(folder / "b.jsonl", {"text": "new"}, {"text": "two"})
     assert load(folder / "b.jsonl")["id"][1] == ids[1], "neither the file nor the row has a part in it"
 
@@ -193,7 +194,7 @@ def test_names_with_pattern_characters_are_names(folder, load):
 def test_the_broken_file_of_a_folder_is_named(folder, load):
     (folder / "a.txt").write_text("fine")
     (folder / "b.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match=r"b\.txt' cannot be read as text \(UnicodeDecodeError.*must be UTF-8"):
+    with pytest.raises(DataError, match=r"b\.txt', line 1, is not UTF-8 text \(byte 0xff\).*iconv"):
         load(folder)
 
 
@@ -315,36 +316,30 @@ def test_a_file_of_another_kind_is_refused(folder, load, name):
         load(folder / name)
 
 
-def test_a_zst_file_without_its_package_is_refused(folder, load, monkeypatch):
-    (folder / "a.txt.zst").write_bytes(b"\x28\xb5\x2f\xfd")
-    monkeypatch.setattr(corpora.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match="pip install zstandard"):
-        load(folder / "a.txt.zst")
-
-
 def test_a_missing_text_column_is_refused_with_those_that_are_there(folder, load):
     json_lines(folder / "a.jsonl", {"body": "one", "key": 1})
-    with pytest.raises(DataError, match=r"a\.jsonl' has no column 'text'.*its columns are body, key.*text_column="):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl', line 1, has no column 'text'.*its columns are body, key.*text_column="
+    ):
         load(folder / "a.jsonl")
 
 
 @pytest.mark.parametrize("values", [[3, 4], [["a", "b"]], [{"en": "a"}], [None, None]])
 def test_text_that_is_no_string_is_refused(folder, load, values):
     json_lines(folder / "a.jsonl", *({"text": value} for value in values))
-    with pytest.raises(DataError, match=r"'text' is of type .* must be strings"):
+    with pytest.raises(DataError, match=r"line 1, has .* in column 'text', and text must be strings"):
         load(folder / "a.jsonl")
 
 
 def test_numbers_among_strings_are_refused(folder, load):
     json_lines(folder / "a.jsonl", {"text": 3}, {"text": "four"})
-    # older releases of datasets refuse the file while parsing it
-    with pytest.raises(DataError, match=r"must be strings|changed from number to string"):
+    with pytest.raises(DataError, match=r"line 1, has a value of type int in column 'text'"):
         load(folder / "a.jsonl")
 
 
 def test_a_row_whose_text_is_missing_is_named(folder, load):
     json_lines(folder / "a.jsonl", {"text": "one"}, {"text": "two"}, {"text": None})
-    with pytest.raises(DataError, match="row 2 has no string in column 'text'"):
+    with pytest.raises(DataError, match="line 3, has no string in column 'text'"):
         load(folder / "a.jsonl")
 
 
@@ -361,7 +356,7 @@ def test_a_truncated_file_is_refused_and_leaves_no_half_written_cache(folder, lo
     path = folder / f"a.{kind}"
     path.write_bytes(whole[:-9])
     for _ in range(2):
-        with pytest.raises(DataError, match=r"a\..* cannot be read as (json|parquet) \(.*must be complete"):
+        with pytest.raises(DataError, match=r"a\..*(line 500, is not JSON|is damaged or incomplete)"):
             load(path)
     path.write_bytes(whole)
     assert len(load(path)) in (400, 500)
@@ -370,7 +365,7 @@ def test_a_truncated_file_is_refused_and_leaves_no_half_written_cache(folder, lo
 def test_a_folder_where_a_file_lacks_the_column_names_that_file(folder, load):
     json_lines(folder / "a.jsonl", {"text": "one"})
     json_lines(folder / "b.jsonl", {"body": "two"})
-    with pytest.raises(DataError, match=r"b\.jsonl' has no column 'text'"):
+    with pytest.raises(DataError, match=r"b\.jsonl', line 1, has no column 'text'"):
         load(folder)
 
 

@@ -55,12 +55,33 @@ def test_shares_are_near_the_fractions():
     assert [places.count(name) / len(places) for name in SPLITS] == pytest.approx([0.9, 0.05, 0.05], abs=0.01)
 
 
-def test_documents_of_one_id_stay_together():
+def test_documents_of_one_id_stay_together_on_request():
     ids = [f"doc/{i % 40}" for i in range(120)]
-    splits = split_documents(Dataset.from_dict({"id": ids, "text": [f"part {i}" for i in range(120)]}), THIRDS)
+    splits = split_documents(
+        Dataset.from_dict({"id": ids, "text": [f"part {i}" for i in range(120)]}), THIRDS, split_by="id"
+    )
     sets = [set(splits[name]["id"]) for name in SPLITS]
     assert sum(map(len, sets)) == 40
     assert sum(len(splits[name]) for name in SPLITS) == 120
+
+
+@given(copies=st.lists(st.integers(0, 40), min_size=60, max_size=120), seed=st.integers(0, 5))
+def test_copies_of_a_text_are_never_on_both_sides(copies, seed):
+    documents = {"id": [f"row {i}" for i in range(len(copies))], "text": [f"text {i}" for i in copies]}
+    try:
+        splits = split_documents(Dataset.from_dict(documents), THIRDS, seed=seed)
+    except DataError:  # few texts may leave a split empty
+        return
+    texts = [set(splits[name]["text"]) for name in SPLITS]
+    assert sum(map(len, texts)) == len(set(copies))
+
+
+def test_copies_are_cut_at_the_same_places_by_tail(make_documents):
+    text = "".join(chr(ord("!") + i % 90) for i in range(997))
+    splits = split_documents(make_documents([text, text]), split_by="tail")
+    texts = [set(splits[name]["text"]) for name in SPLITS]
+    assert [len(found) for found in texts] == [1, 1, 1]
+    assert not texts[0] & texts[1] | texts[1] & texts[2]
 
 
 @pytest.mark.parametrize("num_documents", [0, 1, 2])

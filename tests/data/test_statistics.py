@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopformers.data import statistics
-from loopformers.data.corpora import BUNDLED_DIR
 from loopformers.data.packing import pack_tokens, tokenize_documents
+from loopformers.data.sources import BUNDLED_DIR
 from loopformers.data.statistics import bits_per_byte, bytes_per_token, token_counts, unigram_cross_entropy
 from loopformers.errors import DataError
 

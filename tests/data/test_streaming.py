@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from loopformers.data import streaming
-from loopformers.data.stream_sources import DocumentStream, stream_documents
+from loopformers.data.stream_sources import DatasetShards, DocumentStream, stream_documents
 from loopformers.data.streaming import StreamedWindows
 from loopformers.errors import CheckpointError, ConfigError, DataError
 from loopformers.testing import tiny_model
@@ -173,8 +173,8 @@ def test_resuming_reads_one_block_again_and_tokenises_no_used_document(windows_o
     resumed = windows_of()
     resumed.load_state_dict(first.state_dict())
     read, encoded = [], []
-    text_of_row, encode = DocumentStream.text_of, resumed.encoder.encode
-    monkeypatch.setattr(DocumentStream, "text_of", lambda self, row: read.append(row) or text_of_row(self, row))
+    holds, encode = DocumentStream.holds, resumed.encoder.encode
+    monkeypatch.setattr(DocumentStream, "holds", lambda self, *row: read.append(row) or holds(self, *row))
     monkeypatch.setattr(resumed.encoder, "encode", lambda texts: encoded.extend(texts) or encode(texts))
     assert len(ids(resumed, 1)) == 1
     assert len(read) <= 2 * 7
@@ -266,6 +266,8 @@ def test_arguments_out_of_range_are_refused(windows_of, options, message):
 
 def test_a_part_without_documents_is_an_error_and_no_endless_loop(tokenizer):
     rows = Dataset.from_dict({"text": ["only one", " "]}).to_iterable_dataset(num_shards=2)
-    windows = StreamedWindows(DocumentStream(rows, "source 'x'"), tokenizer, 4, rank=1, world_size=2, block_size=0)
+    windows = StreamedWindows(
+        DocumentStream(DatasetShards(rows, "x"), "source 'x'"), tokenizer, 4, rank=1, world_size=2, block_size=0
+    )
     with pytest.raises(DataError, match="no document for rank 1 of 2"):
         next(iter(windows))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from loopformers.data.stream_sources import DocumentStream
+from loopformers.data.stream_sources import DatasetShards, DocumentStream
 from loopformers.data.streaming import StreamedWindows
 from loopformers.data.tokenizer import bundled_tokenizer
 from loopformers.errors import CheckpointError, ConfigError
@@ -18,7 +18,7 @@ from loopformers.training.trainer import LoopTrainer, training_arguments
 
 def build(folder, *, num_steps=6, seed=0, save_steps=3, stop_requested=None, **overrides):
     rows = Dataset.from_dict({"text": [f"document {i} tells of the sea " * (1 + i % 5) for i in range(50)]})
-    documents = DocumentStream(rows.to_iterable_dataset(num_shards=4), "source 'sea'")
+    documents = DocumentStream(DatasetShards(rows.to_iterable_dataset(num_shards=4), "sea"), "source 'sea'")
     tokenizer = bundled_tokenizer()
     stream = StreamedWindows(documents, tokenizer, 16, seed=seed, block_size=5, isolate_documents=True)
     arguments = training_arguments(folder, num_steps=num_steps, batch_size=2, save_steps=save_steps, **overrides)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from loopformers.data.sources import SourceFile, find_files
 from loopformers.data.unpack import reading, regular_size
 
-__all__ = ["RULES", "corpus_fingerprint"]
+__all__ = ["RULES", "corpus_fingerprint", "files_fingerprint"]
 
 RULES = 1
 """Part of every fingerprint: raise it when the same files give other documents or other splits."""
@@ -43,22 +43,27 @@ def corpus_fingerprint(
     Raises:
         DataError: A file or folder is missing or unreadable.
     """
-    digest = hashlib.sha256()
-
-    def add(*values: object) -> None:
-        for value in values:
-            encoded = str(value).encode("utf-8", "surrogateescape")
-            digest.update(len(encoded).to_bytes(8, "big") + encoded)
-
-    add(RULES, text_column, id_column, len(sources))
+    parts: list[object] = []
     for source in sources:
         files = find_files(source)
         if files is None:
-            add("name", source)
-            continue
-        add("files", len(files))
-        for file in files:
-            add(file.name, *file_digest(file))
+            parts += ["name", source]
+        else:
+            parts += ["files", files_fingerprint(files, text_column=text_column, id_column=id_column)]
+    return _digest(RULES, text_column, id_column, *parts)
+
+
+def files_fingerprint(files: Sequence[SourceFile], *, text_column: str, id_column: str | None) -> str:
+    """Return the digest of files, in their order; see `corpus_fingerprint`."""
+    digests = [(file.name, *file_digest(file)) for file in files]
+    return _digest(RULES, text_column, id_column, *(part for digest in digests for part in digest))
+
+
+def _digest(*values: object) -> str:
+    digest = hashlib.sha256()
+    for value in values:
+        encoded = str(value).encode("utf-8", "surrogateescape")
+        digest.update(len(encoded).to_bytes(8, "big") + encoded)
     return digest.hexdigest()[:40]
 
 

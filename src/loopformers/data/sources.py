@@ -101,7 +101,12 @@ def kind_of(path: Path) -> str | None:
 
 
 def _source_files(paths: list[Path], root: Path) -> list[SourceFile]:
-    return [SourceFile(path, path.relative_to(root).as_posix(), _known_kind(path)) for path in paths]
+    return [SourceFile(path, _readable(path.relative_to(root)), _known_kind(path)) for path in paths]
+
+
+def _readable(path: Path) -> str:
+    """A path as text; bytes of its name that are not UTF-8 as escapes."""
+    return path.as_posix().encode("utf-8", "backslashreplace").decode()
 
 
 def _known_kind(path: Path) -> str:

@@ -1,19 +1,22 @@
 """Train, validation and test from one corpus, such that no text is in two of them.
 
-By document is the rule: where a document falls depends on its id and the seed alone, so adding documents moves no
-other. By tail is the way out for a corpus of one or few documents, such as one's own single text file.
+By document is the rule: where a document falls depends only on its text and the seed. Copies of a text therefore fall
+together, wherever they are and whatever their ids; adding documents moves no other; and a stream, which never knows what
+comes later, finds the same splits. By id keeps together what shares an id, such as the chapters of a book. By tail is the
+way out for a corpus of one or few documents, such as one's own single text file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Literal
 
 from datasets import Dataset, DatasetDict
 
+from loopformers.data.documents import text_id
 from loopformers.errors import ConfigError, DataError, unknown_name
 
 __all__ = ["DEFAULT_FRACTIONS", "DEFAULT_SPLIT_SEED", "SPLITS", "SplitBy", "split_documents"]
@@ -28,7 +31,7 @@ DEFAULT_SPLIT_SEED = 1159
 """The first seed at which validation and test of the bundled corpus are each 3 to 6 % of its characters and hold one
 novel, of at most 62 % of the split, beside addresses. Chosen by that rule alone, before any model was trained."""
 
-SplitBy = Literal["document", "tail"]
+SplitBy = Literal["document", "id", "tail"]
 
 FRACTION_TOLERANCE = 1e-9
 
@@ -43,12 +46,13 @@ def split_documents(
     """Divide documents into train, validation and test.
 
     Args:
-        documents: Records with `id` and `text`. Documents with equal ids stay together.
+        documents: Records with `id` and `text`.
         fractions: Shares of the three splits; of the number of documents (in expectation), or of each document's
             characters with `split_by="tail"`. Each positive, their sum 1.
         seed: Names one division among many; not used by `split_by="tail"`.
-        split_by: "document": each document falls whole into one split, by a hash of its id. "tail": each document is
-            cut in three, its beginning for train and its end for test; the pieces joined are the document again.
+        split_by: "document": each document falls whole into one split, by a hash of its text, so equal texts stay
+            together. "id": the same by a hash of its id, so documents with equal ids stay together. "tail": each document
+            is cut in three, its beginning for train and its end for test; the pieces joined are the document again.
 
     Returns:
         The three splits, each in the order of `documents`.
@@ -59,18 +63,17 @@ def split_documents(
     """
     bounds = check_fractions(fractions)
     match split_by:
-        case "document":
+        case "document" | "id":
             rows: dict[str, list[int]] = {name: [] for name in SPLITS}
-            # select_columns: reading the ids must not read the texts
-            for row, document_id in enumerate(documents.select_columns("id")[:]["id"]):
-                rows[split_of(document_id, bounds, seed)].append(row)
+            for row, key in enumerate(_keys(documents, split_by)):
+                rows[split_of(key, bounds, seed)].append(row)
             splits = DatasetDict({name: documents.select(rows[name]) for name in SPLITS})
             remedy = 'add documents, give larger fractions or another seed, or cut each document with split_by="tail"'
         case "tail":
             splits = cut_tails(documents, bounds)
             remedy = "give longer documents or larger fractions"
         case _:
-            raise ConfigError(unknown_name("split_by", split_by, ("document", "tail")))
+            raise ConfigError(unknown_name("split_by", split_by, ("document", "id", "tail")))
     for name, split in splits.items():
         if len(split) == 0:
             raise DataError(
@@ -92,11 +95,24 @@ def check_fractions(fractions: Sequence[float]) -> tuple[float, float]:
     return shares[0], 1 - shares[2]
 
 
-def split_of(document_id: str, bounds: tuple[float, float], seed: int) -> str:
-    """The split of one document: its id's place in [0, 1), drawn by SHA-256, against the bounds."""
-    digest = hashlib.sha256(f"{seed}\0{document_id}".encode()).digest()
+def split_of(key: str, bounds: tuple[float, float], seed: int) -> str:
+    """The split of one document: its key's place in [0, 1), drawn by SHA-256, against the bounds."""
+    digest = hashlib.sha256(f"{seed}\0{key}".encode("utf-8", "surrogatepass")).digest()
     place = int.from_bytes(digest[:8], "big") / 2**64
     return SPLITS[sum(place >= bound for bound in bounds)]
+
+
+def split_key(document_id: str, text: str, split_by: SplitBy) -> str:
+    """What decides where a document falls."""
+    return document_id if split_by == "id" else text_id(text)
+
+
+def _keys(documents: Dataset, split_by: SplitBy) -> Iterator[str]:
+    if split_by == "id":
+        yield from documents.select_columns("id")[:]["id"]  # reading the ids must not read the texts
+        return
+    for texts in documents.select_columns("text").iter(batch_size=64):
+        yield from map(text_id, texts["text"])
 
 
 def cut_tails(documents: Dataset, bounds: tuple[float, float]) -> DatasetDict:

@@ -8,28 +8,31 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
-from datasets import IterableDataset, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 
-from loopformers.data.corpora import (
-    BUNDLED,
-    DATASET_NAME,
-    files_under,
-    kind_of,
-    load_documents,
-    quiet_datasets,
-    reason_of,
-    text_id,
+from loopformers.data.corpora import dataset_name, load_documents, no_text, quiet_datasets, reason_of, split_rule
+from loopformers.data.documents import document_of, no_column, read_documents
+from loopformers.data.fingerprints import corpus_fingerprint, files_fingerprint
+from loopformers.data.sources import SourceFile, find_files, is_bundled
+from loopformers.data.splits import (
+    DEFAULT_FRACTIONS,
+    DEFAULT_SPLIT_SEED,
+    SPLITS,
+    SplitBy,
+    check_fractions,
+    split_key,
+    split_of,
 )
-from loopformers.data.splits import DEFAULT_FRACTIONS, DEFAULT_SPLIT_SEED, SPLITS, check_fractions, split_of
-from loopformers.errors import DataError, unknown_name
+from loopformers.data.unpack import regular_size
+from loopformers.errors import ConfigError, DataError, unknown_name
 
-__all__ = ["STREAMED_CORPORA", "DocumentStream", "StreamedCorpus", "stream_documents"]
+__all__ = ["STREAMED_CORPORA", "DatasetShards", "DocumentStream", "FileShards", "StreamedCorpus", "stream_documents"]
 
 MAX_MEMORY_MAPPED_SHARDS = 64
-"""Pieces that a memory-mapped source is cut into, so that its order can be shuffled and its ranks share it."""
+"""Pieces that the memory-mapped bundled corpus is cut into, so that its order can be shuffled and its ranks share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,68 +68,161 @@ STREAMED_CORPORA: Mapping[str, StreamedCorpus] = {
 """Published corpora by the names that recipes use."""
 
 
+class ShardReader(Protocol):
+    """The documents of one shard, in order, and where it stands between two of them."""
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Yield id and text."""
+
+    def state(self) -> Any:
+        """A JSON value from which another reader of the same shard goes on behind the last document."""
+
+
+class Shards(Protocol):
+    """Documents in pieces that can be read on their own.
+
+    Attributes:
+        fingerprint: Changes when the documents do, as far as that can be known cheaply; the same in another process.
+    """
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def reader(self, index: int, state: Any = None) -> ShardReader:
+        """Open a shard, from its beginning or from a state."""
+
+
 @dataclass(frozen=True)
 class DocumentStream:
     """Documents that arrive one after the other.
 
     Attributes:
-        rows: Rows of the `datasets` library, in shards.
+        shards: Where they come from.
         origin: What errors call it.
-        text_column: Where the text is.
-        id_column: Where the id is; rows without one are known by a digest of their text.
-        split: `train`, `validation` or `test`: the documents that `load_splits` would put there by their ids; None: all.
+        split: `train`, `validation` or `test`: the documents that `load_splits` puts there; None: all.
         fractions: As in `load_splits`.
         seed: As in `load_splits`.
+        split_by: "document" or "id", as in `load_splits`.
+
+    Raises:
+        ConfigError: Illegal fractions, or another `split_by`.
+        DataError: An unknown split.
     """
 
-    rows: IterableDataset
+    shards: Shards
     origin: str
-    text_column: str = "text"
-    id_column: str | None = "id"
     split: str | None = None
     fractions: Sequence[float] = DEFAULT_FRACTIONS
     seed: int = DEFAULT_SPLIT_SEED
+    split_by: SplitBy = "document"
     _bounds: tuple[float, float] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.split is not None and self.split not in SPLITS:
             raise DataError(f"{self.origin}: " + unknown_name("split", self.split, SPLITS))
+        if self.split_by not in ("document", "id"):
+            raise ConfigError(
+                f"split_by={self.split_by!r} is not possible for a stream, which knows no document before it comes; choose "
+                "document or id, or load the source"
+            )
         object.__setattr__(self, "_bounds", check_fractions(self.fractions))
 
     @property
     def num_shards(self) -> int:
         """Number of pieces that can be read on their own."""
+        return len(self.shards)
+
+    def texts(self) -> Iterator[str]:
+        """The texts of this split, shard by shard."""
+        for index in range(self.num_shards):
+            for document in self.shards.reader(index):
+                if self.holds(*document):
+                    yield document[1]
+
+    def holds(self, document_id: str, text: str) -> bool:
+        """Whether a document belongs to this split."""
+        if self.split is None:
+            return True
+        return split_of(split_key(document_id, text, self.split_by), self._bounds, self.seed) == self.split
+
+
+@dataclass(frozen=True)
+class FileShards:
+    """Files, each a shard."""
+
+    files: Sequence[SourceFile]
+    text_column: str
+    id_column: str | None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of names, sizes and contents."""
+        return files_fingerprint(self.files, text_column=self.text_column, id_column=self.id_column)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def reader(self, index: int, state: Any = None) -> ShardReader:
+        """Open a file; the state is the number of rows that were read."""
+        return _FileReader(self, self.files[index], int(state or 0))
+
+
+class _FileReader:
+    def __init__(self, shards: FileShards, file: SourceFile, rows_read: int) -> None:
+        self.shards, self.file, self.rows_read = shards, file, rows_read
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        shards = self.shards
+        rest = read_documents(
+            self.file, text_column=shards.text_column, id_column=shards.id_column, skip_rows=self.rows_read
+        )
+        for document in rest:
+            self.rows_read = document.rows_read
+            yield document.id, document.text
+
+    def state(self) -> Any:
+        return self.rows_read
+
+
+@dataclass(frozen=True)
+class DatasetShards:
+    """Rows of an iterable dataset of the `datasets` library."""
+
+    rows: IterableDataset
+    origin: str
+    text_column: str = "text"
+    id_column: str | None = "id"
+    fingerprint: str = ""
+
+    def __len__(self) -> int:
         return int(self.rows.n_shards)
 
-    def shard(self, index: int) -> IterableDataset:
-        """The rows of one shard."""
-        return self.rows.shard(num_shards=self.num_shards, index=index)
+    def reader(self, index: int, state: Any = None) -> ShardReader:
+        """Open a shard; the state is the library's."""
+        rows = self.rows.shard(num_shards=len(self), index=index)
+        if state is not None:
+            rows.load_state_dict(state)
+        return _RowReader(self, rows)
 
-    def text_of(self, row: Mapping[str, Any]) -> str | None:
-        """The text of a row, or None where the row is no document of this split.
 
-        Raises:
-            DataError: No such column, or no string in it.
-        """
-        if self.text_column not in row:
-            raise DataError(
-                f"{self.origin} has no column {self.text_column!r}, where the text is looked for; its columns are "
-                f"{', '.join(row)}: name one with text_column="
-            )
-        text = row[self.text_column]
-        if not isinstance(text, str):
-            raise DataError(
-                f"{self.origin}: a row has a {type(text).__name__} in column {self.text_column!r}, and text must be a "
-                "string; remove the row, or name another column with text_column="
-            )
-        if not text or text.isspace():
-            return None
-        if self.split is not None:
-            given = row.get(self.id_column) if self.id_column is not None else None
-            document_id = text_id(text) if given is None else str(given)
-            if split_of(document_id, self._bounds, self.seed) != self.split:
-                return None
-        return text
+class _RowReader:
+    def __init__(self, shards: DatasetShards, rows: IterableDataset) -> None:
+        self.shards, self.rows = shards, rows
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        shards = self.shards
+        for row in self.rows:
+            if shards.text_column not in row:
+                raise no_column(shards.origin, shards.text_column, row)
+            given_id = None if shards.id_column is None else row.get(shards.id_column)
+            found = document_of(row[shards.text_column], given_id, f"{shards.origin}: a row", shards.text_column)
+            if found is not None:
+                yield found
+
+    def state(self) -> Any:
+        return self.rows.state_dict()
 
 
 def stream_documents(
@@ -139,13 +235,14 @@ def stream_documents(
     id_column: str | None = None,
     fractions: Sequence[float] = DEFAULT_FRACTIONS,
     seed: int = DEFAULT_SPLIT_SEED,
+    split_by: SplitBy = "document",
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> DocumentStream:
     """Open a source as a stream; nothing but its description is read yet.
 
     Args:
-        source: A name of `STREAMED_CORPORA`; or anything that `load_documents` reads. Parquet and JSON files are read as
-            they are needed, each file a shard; text files and the bundled corpus come from `load_documents`.
+        source: A name of `STREAMED_CORPORA`; or anything that `load_documents` reads, with the same documents and the
+            same errors. Files are read as they are needed, each a shard; the bundled corpus comes from `load_documents`.
         split: None for all documents; or `train`, `validation` or `test`, the documents that `load_splits` puts there.
         published_split: The split of a named dataset that is read.
         data_files: Parquet files (or folders of them) to read in place of the named corpus: a local copy of its shards.
@@ -153,83 +250,69 @@ def stream_documents(
         id_column: Where the id is; None: the named corpus's own, else `id`.
         fractions: As in `load_splits`.
         seed: As in `load_splits`.
+        split_by: "document" or "id", as in `load_splits`.
         cache_dir: As in `load_documents`.
 
     Raises:
-        ConfigError: Illegal fractions.
+        ConfigError: Illegal fractions, or an illegal `split_by`.
         DataError: The source is missing, unreachable or unreadable, or `split` is unknown.
     """
     corpus = STREAMED_CORPORA.get(str(source))
     text = text_column or (corpus.text_column if corpus else "text")
     ids = id_column or (corpus.id_column if corpus else "id")
     origin = f"source {str(source)!r}"
-    columns = [text] if ids is None else [text, ids]
+    shards: Shards
     if data_files is not None:
-        rows = _stream_files(list(_parquet_files(data_files)), origin, columns=columns if corpus else None)
+        shards = FileShards(list(_parquet_files(data_files)), text, ids)
     elif corpus is not None:
-        rows = _stream_named(corpus.dataset, corpus.config, published_split, origin, columns=columns)
+        columns = [text] if ids is None else [text, ids]
+        shards = _named(corpus.dataset, corpus.config, published_split, origin, text, ids, columns=columns)
+    elif is_bundled(source):
+        shards = _memory_mapped(load_documents(source, cache_dir=cache_dir), origin, corpus_fingerprint([source]))
+    elif (files := find_files(source)) is not None:
+        shards = FileShards([file for file in files if regular_size(file.path) > 0], text, ids)
     else:
-        rows = _stream_any(source, published_split, origin, cache_dir, text, ids)
-        if rows is None:
-            documents = load_documents(source, text_column=text, id_column=str(ids), cache_dir=cache_dir)
-            shards = min(len(documents), MAX_MEMORY_MAPPED_SHARDS)
-            rows, text, ids = documents.to_iterable_dataset(num_shards=shards), "text", "id"
-    return DocumentStream(rows, origin, text, ids, split, fractions, seed)
+        named = dataset_name(source)
+        shards = _named(named["name"], named["config"], published_split, origin, text, ids)
+    if len(shards) == 0:
+        raise no_text(origin)
+    return DocumentStream(shards, origin, split, fractions, seed, split_rule(source, split_by))
 
 
-def _parquet_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Iterator[Path]:
+def _memory_mapped(documents: Dataset, origin: str, fingerprint: str) -> DatasetShards:
+    rows = documents.to_iterable_dataset(num_shards=min(len(documents), MAX_MEMORY_MAPPED_SHARDS))
+    return DatasetShards(rows, origin, fingerprint=fingerprint)
+
+
+def _parquet_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Iterator[SourceFile]:
     for entry in [given] if isinstance(given, (str, os.PathLike)) else given:
-        path = Path(entry).expanduser()
-        found = [file for file in files_under(path) if kind_of(file) == "parquet"] if path.is_dir() else [path]
+        files = find_files(entry)
+        if files is None:
+            raise DataError(f"data_files: no file at {str(entry)!r}; check the path")
+        found = [file for file in files if file.kind == "parquet"]
         if not found:
-            raise DataError(f"folder {str(path)!r} holds no .parquet file; give the folder of a corpus's shards")
+            raise DataError(
+                f"{str(entry)!r} holds no .parquet file; give the folder of a corpus's shards, or the files"
+            )
         yield from found
 
 
-def _stream_any(
-    source: str | os.PathLike[str],
-    published_split: str,
+def _named(
+    name: str,
+    config: str | None,
+    split: str,
     origin: str,
-    cache_dir: str | os.PathLike[str] | None,
     text_column: str,
     id_column: str | None,
-) -> IterableDataset | None:
-    """Stream Parquet files, JSON files and named datasets; None for what `load_documents` has to read."""
-    path = Path(source).expanduser()
-    if isinstance(source, str) and source.partition("/")[0] == BUNDLED:
-        return None
-    if path.exists():
-        files = files_under(path) if path.is_dir() else [path]
-        kinds = {kind_of(file) for file in files}
-        return _stream_files(files, origin) if kinds <= {"parquet"} or kinds <= {"json"} else None
-    named = DATASET_NAME.fullmatch(str(source))
-    if named is None or kind_of(path):
-        return None  # load_documents says what is wrong
-    return _stream_named(named["name"], named["config"], published_split, origin)
-
-
-def _stream_files(files: list[Path], origin: str, columns: list[str] | None = None) -> IterableDataset:
-    for file in files:
-        if not file.is_file():
-            raise DataError(f"{origin}: no file at {str(file)!r}; check the path")
-    kind = str(kind_of(files[0]))
-    options: dict[str, Any] = {"columns": columns} if kind == "parquet" and columns is not None else {}
-    return _load(kind, origin, data_files=[os.path.abspath(file) for file in files], split="train", **options)
-
-
-def _stream_named(
-    name: str, config: str | None, split: str, origin: str, columns: list[str] | None = None
-) -> IterableDataset:
+    columns: list[str] | None = None,
+) -> DatasetShards:
     options: dict[str, Any] = {} if columns is None else {"columns": columns}
-    return _load(name, origin, name=config, split=split, **options)
-
-
-def _load(path: str, origin: str, **options: Any) -> IterableDataset:
     try:
         with quiet_datasets():
-            return load_dataset(path, streaming=True, **options)
+            rows = load_dataset(name, name=config, split=split, streaming=True, **options)
     except Exception as error:  # network, hub, builder, parser and configuration errors share no base class
         raise DataError(
             f"{origin} cannot be streamed ({reason_of(error)}); a published corpus must be reachable: check the spelling "
             "and the network, or give its Parquet shards on this disk with data_files="
         ) from error
+    return DatasetShards(rows, origin, text_column, id_column, fingerprint=f"{name}:{config}:{split}")

@@ -20,8 +20,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import get_worker_info
 
+from loopformers.data.corpora import no_text
 from loopformers.data.packing import BATCH_CHARACTERS, DocumentEncoder, check_seq_len, window_example
-from loopformers.data.stream_sources import DocumentStream
+from loopformers.data.stream_sources import DocumentStream, ShardReader
 from loopformers.errors import CheckpointError, ConfigError, DataError, unknown_name
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ DEFAULT_BLOCK = 4096
 REMEMBERED_WINDOWS = 4096
 """Windows back that `state_dict` can go: data loaders fetch ahead of what training has used."""
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 
 Ids = npt.NDArray[np.integer[Any]]
 
@@ -217,6 +218,7 @@ class StreamedWindows(torch.utils.data.IterableDataset[dict[str, npt.NDArray[np.
     def _identity(self) -> dict[str, Any]:
         """What the order of tokens depends on."""
         return {
+            "corpus": self.documents.shards.fingerprint,
             "num_shards": self.documents.num_shards,
             "split": self.documents.split,
             "tokenizer": self.encoder.fingerprint[:16],
@@ -268,6 +270,8 @@ class StreamedWindows(torch.utils.data.IterableDataset[dict[str, npt.NDArray[np.
                     if window is not None:
                         yield window, position
                 position = replace(position, block=position.block + 1, taken=0, reader=reader.state())
+            if not found and reader.blank and self.world_size == 1:
+                raise no_text(self.documents.origin)
             if not found:
                 raise DataError(
                     f"{self.documents.origin} holds no document for rank {self.rank} of {self.world_size}, and each needs "
@@ -323,21 +327,20 @@ class _Reader:
         state = state or {"shard": 0, "rows": None, "read": 0}
         self.shard, self.read = state["shard"], state["read"]
         self.rows_state = state["rows"]
-        self.rows: Any = None
+        self.rows: ShardReader | None = None
+        self.blank = True
 
     def state(self) -> dict[str, Any]:
-        """The shard, the library's position in it, and the documents read so far, all parts."""
-        rows = self.rows_state if self.rows is None else self.rows.state_dict()
+        """The shard, the position in it, and the documents of this split that were read so far, all parts."""
+        rows = self.rows_state if self.rows is None else self.rows.state()
         return {"shard": self.shard, "rows": rows, "read": self.read}
 
     def __iter__(self) -> Iterator[str]:
         while self.shard < len(self.order):
-            self.rows = self.documents.shard(self.order[self.shard])
-            if self.rows_state is not None:
-                self.rows.load_state_dict(self.rows_state)
-            for row in self.rows:
-                text = self.documents.text_of(row)
-                if text is None:
+            self.rows = self.documents.shards.reader(self.order[self.shard], self.rows_state)
+            for document_id, text in self.rows:
+                self.blank = False
+                if not self.documents.holds(document_id, text):
                     continue
                 self.read += 1
                 if not self.by_document or (self.read - 1) % self.parts == self.index:
