@@ -11,7 +11,7 @@ from loopformers.errors import DataError
 
 
 def texts(stream):
-    return list(stream.texts())
+    return [text for _, text in stream.documents()]
 
 
 @pytest.fixture(scope="session")

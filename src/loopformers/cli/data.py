@@ -81,7 +81,7 @@ def _add_info(commands: Any) -> None:
     )
     parser.add_argument(
         "--split-by",
-        choices=("document", "tail"),
+        choices=("document", "id", "tail"),
         default="document",
         help="tail cuts each document in three, for a corpus of few (default: %(default)s)",
     )

@@ -34,7 +34,7 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--split-by",
-        choices=("document", "tail"),
+        choices=("document", "id", "tail"),
         default="document",
         help="as in the recipe that trained the model: tail cuts each document in three (default: %(default)s)",
     )

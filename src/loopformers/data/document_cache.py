@@ -1,6 +1,7 @@
 """Documents on disk, memory-mapped: files are read once, and again only when one of them has changed.
 
-NAME.arrow holds the documents, NAME.json how many bytes that file must have; the second is written last.
+NAME.documents holds them, NAME.bytes how many bytes that file must have; the second is written last. Neither suffix is one
+of text, so a cache that lies in the folder of a corpus is not read as a part of it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def load_files(
         DataError: See `read_documents`; or the documents cannot be kept.
     """
     root = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    path = root / "loopformers-documents" / f"{_name(files, text_column, id_column)}.arrow"
+    path = root / "loopformers-documents" / f"{_name(files, text_column, id_column)}.documents"
     if not _is_complete(path):
         documents = (
             document
@@ -118,7 +119,7 @@ def _name(files: Sequence[SourceFile], text_column: str, id_column: str | None) 
 
 def _is_complete(path: Path) -> bool:
     try:
-        return bool(read_json(path.with_suffix(".json"), dict)["bytes"] == path.stat().st_size)
+        return bool(read_json(path.with_suffix(".bytes"), dict)["bytes"] == path.stat().st_size)
     except (LoopformersError, OSError, KeyError):
         return False
 
@@ -132,7 +133,7 @@ def _write(path: Path, documents: Iterable[Document]) -> None:
                 writer.write_batch(batch)
         size = aside.stat().st_size
         os.replace(aside, path)
-        write_whole(path.with_suffix(".json"), json.dumps({"bytes": size}))
+        write_whole(path.with_suffix(".bytes"), json.dumps({"bytes": size}))
     finally:
         aside.unlink(missing_ok=True)
 

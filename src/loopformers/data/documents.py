@@ -231,11 +231,13 @@ def _ipc_batches(
             batches = iter(table)
         columns = _columns(file, table.schema, text_column, id_column)
         start = 0
-        for batch in batches:
+        for whole in batches:
+            batch = whole.select(columns)
+            batch.validate(full=True)  # offsets of a damaged file point anywhere in memory
             for offset in range(0, len(batch), BATCH_ROWS):
                 part = batch.slice(offset, BATCH_ROWS)
                 if start + len(part) > skip_rows:
-                    yield start, part.select(columns)
+                    yield start, part
                 start += len(part)
 
 

@@ -337,7 +337,7 @@ def tokenize_documents(
         raise DataError("there are 0 documents to tokenise, and a stream needs at least one; check the source")
     encoder = DocumentEncoder(tokenizer)
     root = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    path = root / f"{fingerprint(documents, encoder)}.json"
+    path = root / f"{fingerprint(documents, encoder)}.tokens"
     if not is_complete(path):
         try:
             write_stream(path, documents, encoder)
@@ -348,7 +348,8 @@ def tokenize_documents(
     return open_stream(path)
 
 
-# -- the stream on disk: NAME.bin holds the ids, NAME.json what they are; the second is written last ------------
+# -- the stream on disk: NAME.bin holds the ids, NAME.tokens what they are; the second is written last ----------
+# Neither suffix is one of text, so a cache inside the folder of a corpus is not read as a part of it.
 
 
 def default_cache_dir() -> Path:

@@ -134,12 +134,20 @@ class DocumentStream:
         """Number of pieces that can be read on their own."""
         return len(self.shards)
 
-    def texts(self) -> Iterator[str]:
-        """The texts of this split, shard by shard."""
+    def documents(self) -> Iterator[tuple[str, str]]:
+        """Id and text of the documents of this split, shard by shard.
+
+        Raises:
+            DataError: The source holds no document of any split, or cannot be read.
+        """
+        blank = True
         for index in range(self.num_shards):
             for document in self.shards.reader(index):
+                blank = False
                 if self.holds(*document):
-                    yield document[1]
+                    yield document
+        if blank:
+            raise no_text(self.origin)
 
     def holds(self, document_id: str, text: str) -> bool:
         """Whether a document belongs to this split."""

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from loopformers.data.corpora import no_text
-from loopformers.data.packing import BATCH_CHARACTERS, DocumentEncoder, check_seq_len, window_example
+from loopformers.data.packing import BATCH_CHARACTERS, DocumentEncoder, check_seq_len, utf8_length, window_example
 from loopformers.data.stream_sources import DocumentStream, ShardReader
 from loopformers.errors import CheckpointError, ConfigError, DataError, unknown_name
 
@@ -56,6 +56,8 @@ class Position:
         waiting: Tokens that wait for a window.
         num_windows: Windows so far, all epochs.
         num_documents: Documents so far, all epochs, those cut or waiting included.
+        num_tokens: Their tokens, the end of each included.
+        num_bytes: UTF-8 bytes of their texts.
     """
 
     epoch: int = 0
@@ -66,6 +68,8 @@ class Position:
     waiting: Ids = field(default_factory=lambda: np.empty(0, dtype=np.uint32))
     num_windows: int = 0
     num_documents: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
 
 
 class StreamedWindows(torch.utils.data.IterableDataset[dict[str, npt.NDArray[np.int64]]]):
@@ -137,7 +141,7 @@ class StreamedWindows(torch.utils.data.IterableDataset[dict[str, npt.NDArray[np.
         self.isolate_documents = isolate_documents
         self.shard_by = shard_by
         self.num_dropped_tokens = 0
-        self._start = Position()
+        self._start = self._latest = Position()
         self._positions: deque[Position] = deque([self._start], maxlen=REMEMBERED_WINDOWS)
         self.set_rank(rank, world_size)
 
@@ -166,6 +170,11 @@ class StreamedWindows(torch.utils.data.IterableDataset[dict[str, npt.NDArray[np.
         for window, reached in self._windows(position):
             self._positions.append(reached)
             yield window_example(window, eos_token_id)
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """UTF-8 bytes of text per token, the end of each document included, of the documents so far; None before the first."""
+        return self._latest.num_bytes / self._latest.num_tokens if self._latest.num_tokens else None
 
     # -- the position ------------------------------------------------------------------------------------------
 
@@ -266,7 +275,7 @@ class StreamedWindows(torch.utils.data.IterableDataset[dict[str, npt.NDArray[np.
             while block := list(islice(texts, self.block_size or DEFAULT_BLOCK)):
                 found = True
                 for window, reached in self._block_windows(position, block):
-                    position = reached
+                    position = self._latest = reached
                     if window is not None:
                         yield window, position
                 position = replace(position, block=position.block + 1, taken=0, reader=reader.state())
@@ -288,9 +297,15 @@ class StreamedWindows(torch.utils.data.IterableDataset[dict[str, npt.NDArray[np.
                 len(block)
             )
         for texts in _batches(block[index] for index in order[position.taken :]):
-            for ids in self.encoder.encode(texts):
+            for text, ids in zip(texts, self.encoder.encode(texts), strict=True):
                 waiting: Ids = np.concatenate([position.waiting, ids]) if len(position.waiting) else ids
-                position = replace(position, taken=position.taken + 1, num_documents=position.num_documents + 1)
+                position = replace(
+                    position,
+                    taken=position.taken + 1,
+                    num_documents=position.num_documents + 1,
+                    num_tokens=position.num_tokens + len(ids),
+                    num_bytes=position.num_bytes + utf8_length(text),
+                )
                 while len(waiting) >= self.seq_len:
                     window, waiting = waiting[: self.seq_len], waiting[self.seq_len :]
                     position = replace(position, waiting=waiting, num_windows=position.num_windows + 1)

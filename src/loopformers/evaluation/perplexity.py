@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loopformers.data.documents import read_documents as read_file
+from loopformers.data.sources import COMPRESSIONS, SourceFile, kind_of
 from loopformers.errors import ConfigError, DataError
 from loopformers.evaluation.models import is_looped
 from loopformers.evaluation.scoring import OnBatch, Tally, score_outside, score_runs
@@ -112,11 +114,8 @@ def read_stream(source: str, split: str | None = None) -> Stream:
         text = BETWEEN.join(_wikitext_rows())
     elif path.is_file() and path.suffix == ".parquet":
         text = BETWEEN.join(_parquet_rows(path))
-    elif path.is_file() and not {".json", ".jsonl", ".ndjson", ".gz", ".xz", ".bz2", ".zst"} & set(path.suffixes):
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{source} is no UTF-8 text ({error}); convert it, or give another file") from error
+    elif path.is_file() and kind_of(path) in (None, "text") and path.suffix not in COMPRESSIONS:
+        text = "".join(document.text for document in read_file(SourceFile(path, path.name, "text")))
     else:
         chosen = split or (WHOLE if path.exists() else "test")
         text = BETWEEN.join(read_documents(source, chosen)["text"])

@@ -106,8 +106,9 @@ class DataRecipe:
     """Shares of train, validation and test."""
     split_seed: int = 1159
     """Names one division into splits among many."""
-    split_by: Literal["document", "tail"] = "document"
-    """document: each falls whole into one split; tail: each is cut in three, for corpora of one or few documents."""
+    split_by: Literal["document", "id", "tail"] = "document"
+    """document: each falls whole into one split, equal texts into the same one; id: the same by id, so that documents that
+    share one stay together; tail: each is cut in three, for corpora of one or few documents."""
     cache_dir: str | None = None
     """Where prepared text is kept; null: the Hugging Face cache."""
     streaming: bool = False
@@ -123,10 +124,10 @@ class DataRecipe:
                 f"data.sources={list(self.sources)} names no text; give at least one file, folder or name"
             )
         check_count("data.seq_len", self.seq_len, at_least=2)
-        if self.streaming and (len(self.sources) > 1 or self.split_by != "document"):
+        if self.streaming and (len(self.sources) > 1 or self.split_by == "tail"):
             raise ConfigError(
                 f"data.streaming=true with sources={list(self.sources)} and split_by={self.split_by!r}: a stream reads one "
-                "source and splits it by document; give one source, or streaming=false"
+                "source and splits it by document or id; give one source, or streaming=false"
             )
 
 

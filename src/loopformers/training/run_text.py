@@ -121,6 +121,7 @@ def read_stream(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, vocab_size: 
             id_column=None if data.sources[0] in STREAMED_CORPORA else data.id_column,
             fractions=data.fractions,
             seed=data.split_seed,
+            split_by="id" if data.split_by == "id" else "document",
             cache_dir=data.cache_dir,
         )
         seed = recipe.training.seed
@@ -128,7 +129,8 @@ def read_stream(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, vocab_size: 
             documents, tokenizer, data.seq_len, seed=seed, num_epochs=num_epochs, isolate_documents=isolate_documents
         )
 
-    held_out = list(itertools.islice(windows("validation", 1), recipe.evaluation.windows))
+    validation = windows("validation", 1)
+    held_out = list(itertools.islice(validation, recipe.evaluation.windows))
     sample = list(itertools.islice(windows("train", 1), UNIGRAM_WINDOWS))
     if not held_out or not sample:
         raise DataError(
@@ -141,7 +143,7 @@ def read_stream(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, vocab_size: 
         train=windows("train", None, isolate_documents=data.isolate_documents),
         validation=held_out,
         unigram_loss=unigram_cross_entropy(seen, targets, vocab_size),
-        bytes_per_token=None,
+        bytes_per_token=validation.bytes_per_token,
     )
 
 
