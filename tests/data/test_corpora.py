@@ -206,6 +206,50 @@ def test_a_name_that_cannot_be_reached_is_refused_with_the_ways_out(load):
         load("someone/corpus:en")
 
 
+@pytest.mark.parametrize(
+    "cause", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied", "/hf/x")]
+)
+def test_a_cache_that_cannot_be_written_is_named_and_not_the_dataset(load, monkeypatch, cause):
+    def refuse(*_, **options):
+        try:
+            raise cause
+        except OSError as error:
+            raise RuntimeError("while generating the dataset") from error
+
+    monkeypatch.setattr(corpora, "load_dataset", refuse)
+    with pytest.raises(DataError, match=rf"cannot be kept in .*cache' \({cause.strerror}.*writable cache_dir"):
+        load("someone/corpus")
+
+
+def test_a_network_that_is_closed_is_no_full_cache(load, monkeypatch):
+    def refuse(*_, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(corpora, "load_dataset", refuse)
+    with pytest.raises(DataError, match="must be reachable or already in the cache"):
+        load("someone/corpus")
+
+
+def test_a_folder_that_datasets_saved_is_read_without_its_descriptions(folder, load):
+    Dataset.from_dict({"text": ["one", "two"], "id": ["x", "y"]}).save_to_disk(folder / "saved")
+    DatasetDict({"train": Dataset.from_dict({"text": ["three"]})}).save_to_disk(folder / "dict")
+    assert sorted(records(load(folder))) == sorted([("x", "one"), ("y", "two"), (text_id("three"), "three")])
+
+
+def test_copies_in_several_sources_and_under_several_ids_share_their_split(folder, tmp_path):
+    json_lines(folder / "a.jsonl", *({"id": i, "text": f"text {i % 40}"} for i in range(120)))
+    json_lines(folder / "b.jsonl", *({"id": f"b{i}", "text": f"text {i}"} for i in range(40)))
+    parts = [load_splits(folder / name, cache_dir=tmp_path / "cache") for name in ("a.jsonl", "b.jsonl")]
+    texts = [{text for part in parts for text in part[name]["text"]} for name in SPLITS]
+    assert sum(map(len, texts)) == 40
+
+
+def test_no_text_of_the_bundled_corpus_is_there_twice(bundled_splits):
+    """Its splits go by id, which would put copies on both sides."""
+    texts = [text for name in SPLITS for text in bundled_splits[name]["text"]]
+    assert len(set(texts)) == len(texts)
+
+
 def test_a_local_path_wins_over_a_name(folder, load, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "wikitext").mkdir()

@@ -9,6 +9,7 @@ import lzma
 import os
 import random
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -226,6 +227,14 @@ def test_a_row_that_is_no_document_is_refused_with_its_file_and_line(tmp_path, n
         load_documents(tmp_path / "corpus", cache_dir=tmp_path / "cache")
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".jsonl.xz", ".jsonl.zst", ".parquet", ".arrow"])
+def test_an_empty_shard_of_any_kind_holds_no_document(tmp_path, suffix):
+    (tmp_path / f"a{suffix}").touch()
+    (tmp_path / "b.txt").write_text("text")
+    loaded = by_load(tmp_path, tmp_path / "cache")
+    assert loaded == by_stream(tmp_path) == [("b.txt", "text")]
+
+
 def test_a_compressed_file_that_grows_without_end_is_refused_before_it_fills_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(unpack, "ALWAYS_UNPACKED", 1 << 20)
     for suffix, compress in list(COMPRESS.items())[1:]:
@@ -235,6 +244,44 @@ def test_a_compressed_file_that_grows_without_end_is_refused_before_it_fills_mem
             load_documents(path, cache_dir=tmp_path / "cache")
         path.write_bytes(compress(b"a" * (1 << 20)))
         assert len(load_documents(path, cache_dir=tmp_path / "cache")["text"][0]) == 1 << 20
+
+
+@pytest.mark.parametrize("suffix", [".txt.gz", ".txt.zst", ".jsonl.xz"])
+def test_memory_stays_small_while_a_file_that_grows_is_refused(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(unpack, "ALWAYS_UNPACKED", 1 << 20)
+    monkeypatch.setattr(unpack, "MAX_EXPANSION", 20)
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(COMPRESS[suffix[suffix.rindex(".") :]](b" " * (24 << 20)))
+    tracemalloc.start()
+    try:
+        assert "grows to more than 20 times" in by_stream(path)
+        assert tracemalloc.get_traced_memory()[1] < 14 << 20, "of which xz needs 8 for its dictionary"
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".arrow", ".parquet"])
+def test_reading_takes_the_memory_of_a_few_rows(tmp_path, suffix):
+    rows = [{"text": "word " * 400} for _ in range(6000)]
+    path = tmp_path / f"a{suffix}"
+    match suffix:
+        case ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        case ".arrow":
+            with pa.ipc.new_file(str(path), pa.Table.from_pylist(rows).schema) as writer:
+                writer.write_table(pa.Table.from_pylist(rows))
+        case _:
+            path.write_bytes(
+                COMPRESS[suffix.removeprefix(".jsonl")]("".join(json.dumps(row) + "\n" for row in rows).encode())
+            )
+    del rows
+    stream = stream_documents(path)
+    tracemalloc.start()
+    try:
+        assert sum(len(text) for _, text in stream.documents()) == 12_000_000
+        assert tracemalloc.get_traced_memory()[1] < 3 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -162,7 +165,9 @@ def test_what_cannot_be_cut_is_encoded_whole_up_to_a_limit(backends, monkeypatch
     text = "a" * 500
     assert joined(backend, text) == (ids(backend, text), 1)
     monkeypatch.setattr(pieces, "MAX_WHOLE", 400)
-    with pytest.raises(DataError, match=r"400 characters or more in which this tokenizer allows no cut.*in several"):
+    with pytest.raises(
+        DataError, match=r"begins 'aaaa.*400 characters or more in which this tokenizer allows no cut.*cut it"
+    ):
         joined(backend, text)
     found, _ = joined(backend, "b" * 300 + " and so on" * 90)
     assert found == ids(backend, "b" * 300 + " and so on" * 90)
@@ -174,6 +179,27 @@ def test_a_tokenizer_that_strips_its_text_is_cut_where_nothing_is_lost(backends)
     )
     text = "It was dark, and, well, wasn't it? " * 20
     assert joined(backend, text)[0] == ids(backend, text)
+
+
+def test_a_long_document_takes_little_memory():
+    """A subprocess, as the memory is the tokenizers library's and only the process as a whole is measured."""
+    program = """
+import resource
+from loopformers.data import pieces
+from loopformers.data.packing import DocumentEncoder
+from loopformers.data.tokenizer import bundled_tokenizer
+pieces.PIECE = 1 << 16
+encoder = DocumentEncoder(bundled_tokenizer())
+list(encoder.encode(["warm up"]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+(ids,) = encoder.encode(["It was a dark night, and the sea was calm. " * 50_000])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, len(ids))
+"""
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    kibibytes, count = map(int, found.stdout.split())
+    assert count > 500_000
+    assert kibibytes < 130 * 1024, "2 MB encoded at once take about 280 MB"
 
 
 def test_the_bundled_tokenizer_encodes_its_corpus_alike_in_pieces(tokenizer, bundled_splits, monkeypatch):

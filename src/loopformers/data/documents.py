@@ -60,6 +60,8 @@ def read_documents(
         DataError: The file is missing, unreadable, damaged, not UTF-8 or too large, or a row has no string where its text
             should be. Names the file, and the line or row.
     """
+    if regular_size(file.path) == 0:
+        return  # whatever its kind would need at least: an empty shard holds no document
     if file.kind == "text":
         if skip_rows == 0 and (whole := _read_text(file)) is not None:
             yield Document(file.name, whole, 1)
@@ -178,8 +180,6 @@ def no_column(where: str, text_column: str, columns: Iterable[object]) -> DataEr
 
 
 def _arrow_rows(file: SourceFile, text_column: str, id_column: str | None, skip_rows: int) -> Rows:
-    if regular_size(file.path) == 0:
-        return
     with reading(file.path):
         batches = _parquet_batches if file.kind == "parquet" else _ipc_batches
         for start, batch in batches(file, text_column, id_column, skip_rows):

@@ -44,7 +44,7 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise DataError(f"{name} does not exist, or was removed while it was being read; check the path") from error
-    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, pa.ArrowException) as error:
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, pa.ArrowException, UnicodeDecodeError) as error:
         raise _damaged(name, error) from error
     except OSError as error:
         if error.errno is None:  # bz2 and Arrow say so of damaged data
