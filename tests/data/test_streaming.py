@@ -210,6 +210,13 @@ def test_the_position_of_another_stream_is_refused(windows_of, change):
         windows_of().load_state_dict({"position": {}})
 
 
+@pytest.mark.parametrize("position", [None, 7, {}, {"waiting": ["x"]}, {"waiting": [-1]}, {"waiting": [], "epok": 3}])
+def test_a_damaged_position_is_refused(windows_of, position):
+    state = windows_of().state_dict() | {"position": position}
+    with pytest.raises(CheckpointError, match="position of this stream is damaged"):
+        windows_of().load_state_dict(state)
+
+
 # -- documents apart, and the trainer --------------------------------------------------------------------------
 
 

@@ -218,9 +218,12 @@ class StreamedWindows(torch.utils.data.IterableDataset[dict[str, npt.NDArray[np.
                 f"this is the position of another stream ({', '.join(differences)}); continue with the same data, tokenizer, "
                 "window and number of ranks, or start anew"
             )
-        position = dict(state["position"])
-        position["waiting"] = np.array(position["waiting"], dtype=np.uint32)
-        self._start = Position(**position)
+        try:
+            position = dict(state["position"])
+            position["waiting"] = np.array(position["waiting"], dtype=np.uint32)
+            self._start = Position(**position)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"the position of this stream is damaged ({error}); start anew") from error
         self._positions.clear()
         self._positions.append(self._start)
 

@@ -13,7 +13,9 @@ from transformers import Trainer
 
 from loopformers.data.streaming import StreamedWindows
 from loopformers.data.synthetic.rows import GeneratedRows
-from loopformers.errors import CheckpointError, ConfigError
+from loopformers.errors import ConfigError
+from loopformers.files import write_whole
+from loopformers.readers import read_json
 
 __all__ = ["StreamedData"]
 
@@ -76,7 +78,11 @@ class StreamedData(Trainer):
             self._windows_used = 0
             if resume_from_checkpoint:
                 self.args.ignore_data_skip = True
-                stream.load_state_dict(_read(self._position_file(resume_from_checkpoint)))
+                position: dict[str, Any] = read_json(
+                    self._position_file(resume_from_checkpoint),
+                    remedy="resume a checkpoint of a run that streamed its data, on as many ranks",
+                )
+                stream.load_state_dict(position)
                 self._windows_used = stream.state_dict()["position"]["num_windows"]
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
@@ -84,20 +90,8 @@ class StreamedData(Trainer):
         """Write what each rank needs to resume: its random states, and its position in the stream."""
         super()._save_rng_state(output_dir)
         if isinstance(self.train_dataset, StreamedWindows):
-            file = self._position_file(output_dir)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(self.train_dataset.state_dict(self._windows_used)), encoding="utf-8")
+            state = self.train_dataset.state_dict(self._windows_used)
+            write_whole(self._position_file(output_dir), json.dumps(state))
 
     def _position_file(self, checkpoint: str) -> Path:
         return Path(checkpoint) / f"stream_{self.args.process_index}.json"
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{str(file.parent)!r} holds no position of a stream for this rank ({file.name}: {error}); resume a run that "
-            "streamed its data, on as many ranks"
-        ) from error
-    return state
