@@ -5,11 +5,15 @@ The public names are imported on first use, so `import loopformers` loads neithe
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from loopformers.startup import silence_early_interrupts
 
-from loopformers import registration
-from loopformers.errors import (
+silence_early_interrupts()
+
+import importlib  # noqa: E402  what follows takes long enough to be interrupted
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+from loopformers import registration  # noqa: E402
+from loopformers.errors import (  # noqa: E402
     CacheError,
     CheckpointError,
     ConfigError,
@@ -18,7 +22,7 @@ from loopformers.errors import (
     MissingExtraError,
     NonFiniteError,
 )
-from loopformers.schedule import Schedule
+from loopformers.schedule import Schedule  # noqa: E402
 
 if TYPE_CHECKING:
     from loopformers.model.cache import LoopedCache

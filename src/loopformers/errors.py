@@ -19,6 +19,7 @@ __all__ = [
     "MissingExtraError",
     "NonFiniteError",
     "check_count",
+    "first_line",
     "unknown_name",
 ]
 
@@ -59,6 +60,15 @@ def check_count(name: str, value: object, *, at_least: int = 1) -> None:
     """Raise ConfigError unless a value is a whole number of at least `at_least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise ConfigError(f"{name}={value!r} must be a whole number of at least {at_least}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, without the final full stop, to quote inside an error of ours.
+
+    Libraries write several lines, often with advice that does not hold here. An error without text gives its type's name.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].strip().rstrip(".")
 
 
 def unknown_name(what: str, value: object, allowed: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loopformers.errors import CheckpointError, LoopformersError
+from loopformers.errors import CheckpointError, LoopformersError, first_line
 
 __all__ = ["MAX_BYTES", "MAX_DEPTH", "parse_json", "read_json", "read_text"]
 
@@ -65,7 +65,7 @@ def parse_json(
     except RecursionError as cause:
         raise error(f"{name} is nested more than {MAX_DEPTH} levels deep; {remedy}") from cause
     except ValueError as cause:  # not JSON, or a number of thousands of digits
-        raise error(f"{name} is not readable JSON, perhaps truncated ({_first_line(cause)}); {remedy}") from cause
+        raise error(f"{name} is not readable JSON, perhaps truncated ({first_line(cause)}); {remedy}") from cause
     if _depth_exceeds(value, MAX_DEPTH):
         raise error(f"{name} is nested more than {MAX_DEPTH} levels deep; {remedy}")
     if not isinstance(value, kind):
@@ -99,10 +99,6 @@ def read_text(
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as cause:
         raise error(f"{file} is not UTF-8 text (byte {cause.start}); {remedy}") from cause
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _depth_exceeds(value: Any, limit: int) -> bool:

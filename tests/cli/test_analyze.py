@@ -47,7 +47,7 @@ def test_two_models_make_one_page(checkpoints: Path, tmp_path: Path, capsys: pyt
         (["lt", "loopformer", "elastic-flt"], "3 models are more than the 2 that stand side by side"),
         (["lt", "lt"], "is given twice"),
         (["lt", "loopformer", "--schedule", "2/3,1/3"], "does not know step sizes"),
-        (["lt", "--windows", "0"], "--windows=0 must be a whole number of at least 1"),
+        (["lt", "--windows", "0"], "--windows: 0 must be a whole number from 1"),
         (["loopformer", "--seq-len", "41"], "more than the 40 positions"),
         (["nowhere"], "is no folder"),
     ],

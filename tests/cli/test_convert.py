@@ -95,9 +95,9 @@ def test_an_existing_folder_is_replaced_only_on_demand(
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (None, "case.json does not exist; give a JSON file"),
-        ("{", "case.json is no readable JSON"),
-        ("[1]", "case.json holds a list; give one JSON object"),
+        (None, "case.json does not exist; give --case a file with one JSON object"),
+        ("{", "case.json is not readable JSON"),
+        ("[1]", "case.json holds list where an object must be; give --case a file"),
         ('{"kind": "loopformer"}', "does not say how many loops it was trained with"),
         ('{"kind": "loopfrmer"}', "did you mean 'loopformer'?"),
     ],
@@ -118,7 +118,7 @@ def test_a_bad_case_is_refused_and_nothing_is_written(
 
 def test_no_loops_are_refused(loopformer_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert convert(loopformer_file, tmp_path / "out", "--num-loops", 0) == 2
-    assert "num_loops=0 must be a whole number of at least 1" in capsys.readouterr().err
+    assert "--num-loops: 0 must be a whole number from 1" in capsys.readouterr().err
 
 
 def test_a_truncated_checkpoint_is_refused(

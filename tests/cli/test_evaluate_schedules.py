@@ -100,9 +100,9 @@ def test_the_table_shows_the_best_the_named_and_the_last(
     [
         ("lt", ["--budget", "2"], "does not know step sizes"),
         ("elastic-flt", ["--budget", "4"], "use at most 3 loops"),
-        ("elastic-flt", ["--budget", "0"], "--budget=0"),
-        ("elastic-flt", ["--budget", "2", "--limit", "0"], "--limit=0"),
-        ("elastic-flt", ["--budget", "2", "--seed", "-1"], "--seed=-1"),
+        ("elastic-flt", ["--budget", "0"], "--budget: 0 must be a whole number from 1"),
+        ("elastic-flt", ["--budget", "2", "--limit", "0"], "--limit: 0 must be"),
+        ("elastic-flt", ["--budget", "2", "--seed", "-1"], "--seed: -1 must be"),
         ("elastic-flt", ["--budget", "2", "--data", "task"], "was not trained on a synthetic task"),
     ],
     ids=str,

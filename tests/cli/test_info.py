@@ -97,7 +97,7 @@ def test_tables_show_parameters_and_costs_with_their_units(capsys: pytest.Captur
         (["flt", "--set", "num_loops=many"], "num_loops='many' must be a whole number"),
         (["flt", "--num-loops", "0"], "num_loops=0 must be a whole number of at least 1"),
         (["flt", "--schedule", "1/2,1/4,1/4"], "does not know step sizes"),
-        (["flt", "--seq-len", "0"], "--seq-len 0 must be at least 1 token"),
+        (["flt", "--seq-len", "0"], "--seq-len: 0 must be a whole number from 1"),
     ],
 )
 def test_bad_input_is_one_line_on_stderr(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

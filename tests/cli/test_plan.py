@@ -120,7 +120,7 @@ def test_the_papers_are_planned_at_their_size(capsys: pytest.CaptureFixture[str]
         (["flt-small", "--model.num_loop", "3"], "did you mean 'num_loops'"),
         (["flt-small", "--peak-tflops", "3"], "--efficiency"),
         (["flt-small", "--no-time", "--efficiency", "0.3"], "one of the two"),
-        (["flt-small", "--efficiency", "1.5", "--peak-tflops", "3"], "at most at 1"),
+        (["flt-small", "--efficiency", "1.5", "--peak-tflops", "3"], "--efficiency: 1.5 must be a finite number"),
         (["flt-small", "--processes", "7", "--no-time"], "does not divide into 7"),
         (["quickstart-flt", "--data.sources", "./nowhere", "--no-time"], "nowhere"),
     ],

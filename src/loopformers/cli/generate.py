@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.budgets import add_budget_arguments, parse_budgets
-from loopformers.cli.console import print_heading, print_json, print_note, write
-from loopformers.errors import ConfigError
+from loopformers.cli.console import argument_text, print_heading, print_json, print_note, read_stdin, write
+from loopformers.cli.parser import count, number, seed
+from loopformers.errors import ConfigError, NonFiniteError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from loopformers.generation.rules import ExitRule
     from loopformers.model.modeling import LoopedForCausalLM
     from loopformers.schedule import Schedule
@@ -20,6 +22,9 @@ __all__ = ["TextStream", "add_arguments", "run"]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What half a character decodes to: a byte-level token may end inside one."""
+
+MAX_BEAMS = 1024
+"""Each beam holds a cache of its own."""
 
 HELD_OUT_WINDOWS = 32
 HELD_OUT_TOKENS = 128
@@ -50,18 +55,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--average-loops",
-        type=float,
+        type=number(above=0),
         metavar="M",
         help="set the threshold of --exit so that tokens of the bundled validation text get so many loops on average",
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="at most so many (default: %(default)s)"
+        "--max-new-tokens", type=count(), default=64, metavar="N", help="at most so many (default: %(default)s)"
     )
-    parser.add_argument("--temperature", type=float, metavar="X", help="sample, with logits divided by X")
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
-    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that hold a share P")
-    parser.add_argument("--num-beams", type=int, default=1, metavar="B", help="beam search (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    parser.add_argument(
+        "--temperature",
+        type=number(at_least=1e-6, at_most=1e6, advice="leave it out for greedy decoding"),
+        metavar="X",
+        help="sample, with logits divided by X",
+    )
+    parser.add_argument("--top-k", type=count(), metavar="K", help="sample from the K likeliest tokens")
+    parser.add_argument(
+        "--top-p",
+        type=number(above=0, at_most=1),
+        metavar="P",
+        help="sample from the likeliest tokens that hold a share P",
+    )
+    parser.add_argument(
+        "--num-beams", type=count(1, MAX_BEAMS), default=1, metavar="B", help="beam search (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=seed, default=0, help="of sampling (default: %(default)s)")
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: MODEL)")
     parser.add_argument("--json", action="store_true", help="print JSON: prompt, seed, and one sample a run")
 
@@ -70,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     options = _decoding(arguments)
     _check_exit(arguments)
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt = read_stdin("--prompt -") if arguments.prompt == "-" else argument_text("--prompt", arguments.prompt)
     from loopformers.cli.checkpoint import load_config, load_model, load_tokenizer
     from loopformers.model.saved_schedule import read_schedule
     from loopformers.model.tokenizer import continuation_text
@@ -161,6 +178,22 @@ class TextStream:
             self.num_shown = len(text)
 
 
+class _FiniteLogits:
+    """Lets logits through as they are, unless there is no highest one: a logits processor of `generate`."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not scores.amax().isfinite():
+            raise NonFiniteError(
+                f"at {_heading(self.schedule)} the model gives logits that are not finite, after {input_ids.shape[1]} tokens, so "
+                "no next token can be chosen: its weights are damaged, or its states overflow; try fewer loops, or the "
+                "checkpoint before this one"
+            )
+        return scores
+
+
 def _generate(
     model: LoopedForCausalLM,
     tokenizer: Any,
@@ -197,6 +230,7 @@ def _generate(
             pad_token_id=pad,
             use_cache=True,
             return_dict_in_generate=True,
+            logits_processor=[_FiniteLogits(schedule)],
             **({} if rule is None else {"exit_rule": rule}),
             **options,
         )
@@ -261,22 +295,7 @@ def _held_out(model: LoopedForCausalLM, tokenizer: Any) -> Sequence[dict[str, An
 
 
 def _decoding(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return arguments of `generate`, checked."""
-    for flag, value, legal, rule in (
-        ("--max-new-tokens", arguments.max_new_tokens, lambda n: n >= 1, "at least 1"),
-        (
-            "--temperature",
-            arguments.temperature,
-            lambda x: 0 < x < float("inf"),
-            "positive; leave it out for greedy decoding",
-        ),
-        ("--top-k", arguments.top_k, lambda k: k >= 1, "at least 1"),
-        ("--top-p", arguments.top_p, lambda p: 0 < p <= 1, "above 0 and at most 1"),
-        ("--num-beams", arguments.num_beams, lambda b: b >= 1, "at least 1"),
-        ("--seed", arguments.seed, lambda s: s >= 0, "at least 0"),
-    ):
-        if value is not None and not legal(value):
-            raise ConfigError(f"{flag} {value} must be {rule}")
+    """Return arguments of the model's `generate`."""
     sampling = {"temperature": arguments.temperature, "top_k": arguments.top_k, "top_p": arguments.top_p}
     given = {name: value for name, value in sampling.items() if value is not None}
     if given:

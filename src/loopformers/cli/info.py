@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.budgets import add_budget_arguments, parse_budgets
 from loopformers.cli.console import print_json, print_table
+from loopformers.cli.parser import count
 from loopformers.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="change a field of a preset, such as hidden_size=512; may be given several times",
     )
     parser.add_argument(
-        "--seq-len", type=int, metavar="N", help="tokens that attention spans (default: max_position_embeddings)"
+        "--seq-len", type=count(), metavar="N", help="tokens that attention spans (default: max_position_embeddings)"
     )
     parser.add_argument(
         "--cache-dtype", choices=CACHE_BYTES, default="bfloat16", help="precision of the cache (default: %(default)s)"

@@ -11,21 +11,17 @@ import argparse
 import difflib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from loopformers import __version__
-from loopformers.cli.console import INTERRUPTED
-from loopformers.errors import LoopformersError
+from loopformers.boundary import INTERRUPTED, USAGE_ERROR, run_command
+from loopformers.cli.parser import Parser
+from loopformers.errors import ConfigError
 
 __all__ = ["COMMANDS", "Command", "main"]
-
-SUCCESS = 0
-USAGE_ERROR = 2
-"""Exit code for what a user can put right, the one that argparse uses."""
-BROKEN_PIPE = 141
-"""Exit code when the reader of our output has gone: 128 + SIGPIPE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,30 +74,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the program's name; default: the process's.
 
     Returns:
-        Exit code: 0, 2 for bad input (the reason stands on stderr), 130 after Ctrl-C, or what the command returns.
+        Exit code: 0; 2 for bad input and 70 for a fault of this package, with the reason on stderr; 130 after Ctrl-C; 141
+        when the reader of the output has gone; or what the command returns.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return _run(given)
-    except LoopformersError as error:
-        return _fail(str(error))
-    except BrokenPipeError:
-        # The interpreter flushes stdout once more on its way out, and must find it open.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    except OSError as error:  # a file that cannot be read or written
-        return _fail(str(error))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except SystemExit as end:  # argparse, after --help or a bad option
-        return end.code if isinstance(end.code, int) else SUCCESS
+    code = run_command(lambda: _run(given))
+    if code == INTERRUPTED and argv is None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C again, while the interpreter ends, ends it at once
+    return code
 
 
 def _run(argv: Sequence[str]) -> int:
+    _check_encoding(argv)
     name = argv[0] if argv and not argv[0].startswith("-") else None
     if name is not None and name not in COMMANDS:
-        return _fail(_unknown_command(name))
+        raise ConfigError(_unknown_command(name))
     parser, subparsers = _parser()
     if name is None:
         parser.parse_args(argv)  # --help, --version, or an option that we do not have
@@ -115,14 +102,32 @@ def _run(argv: Sequence[str]) -> int:
     else:
         arguments = parser.parse_args(argv)
     code: int = module.run(arguments)
-    sys.stdout.flush()  # here a reader that has gone is still noticed
     return code
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def _check_encoding(argv: Sequence[str]) -> None:
+    """Refuse arguments that are no text: neither in the locale's encoding nor in UTF-8.
+
+    Under a locale without an encoding of its own (LC_ALL=C) the bytes of UTF-8 arrive as surrogates. They are right for
+    paths, which are handed back to the system; `console.argument_text` makes text of them.
+    """
+    for argument in argv:
+        try:
+            os.fsencode(argument).decode("utf-8") if not argument.isascii() and _has_surrogates(argument) else None
+        except UnicodeError as error:
+            raise ConfigError(
+                f"the argument {argument!r} holds bytes that are not UTF-8; give text, and paths, in UTF-8"
+            ) from error
+
+
+def _has_surrogates(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _parser() -> tuple[Parser, dict[str, Parser]]:
     width = max(map(len, COMMANDS))
     listing = "".join(f"\n  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="loopformers",
         usage="loopformers COMMAND [options]",
         description=f"Train, run, evaluate and study looped transformer language models.\n\ncommands:{listing}",
@@ -143,8 +148,3 @@ def _unknown_command(name: str) -> str:
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f" did you mean {near[0]!r}?" if near else ""
     return f"command {name!r} is not known;{hint} {'Choose' if near else 'choose'} one of: {', '.join(COMMANDS)}"
-
-
-def _fail(text: str) -> int:
-    print(f"error: {text}", file=sys.stderr)
-    return USAGE_ERROR

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.console import print_json, print_note, print_table
+from loopformers.cli.parser import count, number
 from loopformers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,17 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", action="append", default=[], metavar="RECIPE", help="a recipe, as for `train`; the same as RECIPE"
     )
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="processes, one device each (default: the launcher's, else 1)"
+        "--processes", type=count(), metavar="N", help="processes, one device each (default: the launcher's, else 1)"
     )
     parser.add_argument(
         "--efficiency",
-        type=float,
+        type=number(above=0, at_most=1),
         metavar="SHARE",
         help="state the share of the peak that a step reaches; times no step",
     )
     parser.add_argument(
         "--peak-tflops",
-        type=float,
+        type=number(above=0),
         metavar="N",
         help="state the peak of another device in 10^12 operations a second; needs --efficiency",
     )

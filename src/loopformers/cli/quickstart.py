@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.console import INTERRUPTED, print_heading, print_json, print_note, print_table, stderr
+from loopformers.cli.parser import count, seed
 from loopformers.cli.progress import Bars
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fast", action="store_true", help="a check: smaller models and fewer steps, in under 90 seconds"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights, data order and trajectories (%(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="of weights, data order and trajectories (%(default)s)")
     parser.add_argument(
-        "--jobs", type=int, default=2, help="systems trained at the same time, one core each (%(default)s)"
+        "--jobs", type=count(), default=2, help="systems trained at the same time, one core each (%(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON instead of tables")
 

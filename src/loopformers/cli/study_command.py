@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loopformers.cli.console import INTERRUPTED, print_heading, print_json, print_note, print_table, stderr
+from loopformers.cli.parser import count
 from loopformers.cli.study_bars import StudyBars
 from loopformers.cli.study_cells import cells_table
-from loopformers.errors import ConfigError, check_count
+from loopformers.errors import ConfigError
 
 if TYPE_CHECKING:
     from loopformers.studies.engine import Study
@@ -32,7 +33,7 @@ def add_study_arguments(parser: argparse.ArgumentParser, *, default_grid: str) -
         "--output-dir", type=Path, metavar="DIR", help=f"folder of the study ({OUTPUT_ROOT}/ and the grid's name)"
     )
     parser.add_argument(
-        "--jobs", type=int, default=2, help="cells trained at the same time, one core each (%(default)s)"
+        "--jobs", type=count(), default=2, help="cells trained at the same time, one core each (%(default)s)"
     )
     parser.add_argument("--seeds", metavar="S[,S...]", help="seeds to run in the place of the grid's, such as 3,4,5")
     parser.add_argument("--list", action="store_true", help="list the grid's cells and what they cost, and stop")
@@ -59,7 +60,6 @@ def run_grid(
     from loopformers.studies.engine import open_study, read_study, run_study
     from loopformers.studies.grid import load_grid
 
-    check_count("jobs", arguments.jobs)
     folder = arguments.output_dir or OUTPUT_ROOT / Path(name).stem
     if arguments.report_only:
         return _show(write(read_study(folder)), shown, as_json=arguments.json)

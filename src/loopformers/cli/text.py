@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopformers.errors import ConfigError, check_count
+from loopformers.cli.parser import count
+from loopformers.errors import ConfigError
 
 if TYPE_CHECKING:
     from loopformers.evaluation.text import ScoredText
@@ -39,13 +40,20 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
         help="as in the recipe that trained the model: tail cuts each document in three (default: %(default)s)",
     )
     group.add_argument(
-        "--windows", type=int, default=256, metavar="N", help="at most so many, spread over it (default: %(default)s)"
+        "--windows",
+        type=count(),
+        default=256,
+        metavar="N",
+        help="at most so many, spread over it (default: %(default)s)",
     )
     group.add_argument(
-        "--seq-len", type=int, metavar="N", help="tokens in a window (default: the shortest max_position_embeddings)"
+        "--seq-len",
+        type=count(),
+        metavar="N",
+        help="tokens in a window (default: the shortest max_position_embeddings)",
     )
     group.add_argument(
-        "--batch-size", type=int, default=8, metavar="B", help="windows at a time (default: %(default)s)"
+        "--batch-size", type=count(), default=8, metavar="B", help="windows at a time (default: %(default)s)"
     )
     group.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: MODEL)")
 
@@ -70,8 +78,6 @@ def read_scored_text(arguments: argparse.Namespace, configs: Mapping[str, LoopCo
     from loopformers.data.packing import check_seq_len
     from loopformers.evaluation.text import read_documents, read_windows
 
-    check_count("--windows", arguments.windows)
-    check_count("--batch-size", arguments.batch_size)
     if arguments.data == TASK:
         return dict.fromkeys(configs, read_task_rows(list(configs), arguments.windows))
     seq_len = arguments.seq_len

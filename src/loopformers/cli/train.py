@@ -117,7 +117,7 @@ def _train(recipe: Recipe, *, as_json: bool) -> int:
                 result = prepared.train(on_progress=bar.on_progress, on_validation=bar.on_validation)
             except KeyboardInterrupt as stop:
                 bar.stop()
-                print_note(f"Interrupted: {stop}. The same command continues the run.")
+                print_note(f"Interrupted{f': {stop}' if str(stop) else ''}. The same command continues the run.")
                 return INTERRUPTED
     if as_json:
         print_json({"output_dir": str(prepared.folder), **_as_dict(result)})

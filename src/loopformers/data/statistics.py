@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from loopformers.boundary import run_command
 from loopformers.data.packing import PackedTokens, TokenArray, TokenStream, check_seq_len
 from loopformers.errors import DataError
 
@@ -182,4 +184,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

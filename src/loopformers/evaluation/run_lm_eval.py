@@ -11,22 +11,31 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from loopformers.boundary import run_command
+
 __all__ = ["main"]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the harness's command line.
 
     Args:
         argv: Its arguments; default: the process's.
+
+    Returns:
+        Exit code, see `run_command`.
     """
+    given = list(sys.argv[1:] if argv is None else argv)
+    return run_command(lambda: _run(given))
+
+
+def _run(given: list[str]) -> None:
     from lm_eval._cli import HarnessCLI
     from lm_eval.utils import setup_logging
 
     from loopformers.evaluation.harness import register
     from loopformers.evaluation.task_list import GROUPS_DIR
 
-    given = list(sys.argv[1:] if argv is None else argv)
     if "--tasks" in given and "--include_path" not in given:
         given += ["--include_path", str(GROUPS_DIR)]
     register()
@@ -41,4 +50,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

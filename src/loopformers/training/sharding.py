@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from loopformers.errors import CheckpointError, ConfigError
+from loopformers.errors import CheckpointError, ConfigError, first_line
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -111,8 +111,9 @@ def load_sharded(
         with _one_process_is_enough():
             load(state, checkpoint_id=os.fspath(folder), no_dist=not dist.is_initialized())
     except (RuntimeError, ValueError, CheckpointException) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"the shards in {os.fspath(folder)!r} do not fit this model: {reason}") from error
+        raise CheckpointError(
+            f"the shards in {os.fspath(folder)!r} do not fit this model: {first_line(error)}"
+        ) from error
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])

@@ -1,0 +1,95 @@
+"""The argument parser of all commands, and the types of their numbers: one place for ranges, one form of error."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import NoReturn
+
+from loopformers.errors import ConfigError
+
+__all__ = ["MAX_COUNT", "Parser", "count", "number", "seed"]
+
+MAX_COUNT = 2**31 - 1
+"""Largest count that a command takes, of tokens, windows, questions: tensors and files count no further everywhere."""
+
+MAX_SEED = 2**32 - 1
+"""Largest seed: numpy takes no larger one."""
+
+MAX_SHOWN = 30
+"""Characters of a number that an error quotes."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, which raises ConfigError where the original prints its usage and ends the process.
+
+    Parsers of subcommands are of the same class: argparse makes them so.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with what is wrong and where help is."""
+        raise ConfigError(f"{message.removeprefix('argument ')}; {self.prog} --help shows what can be given")
+
+
+def count(at_least: int = 1, at_most: int = MAX_COUNT, *, advice: str = "") -> Callable[[str], int]:
+    """Return an argument's type: a whole number in a range, both ends included; `advice` ends the error."""
+
+    def read(text: str) -> int:
+        rule = f"a whole number from {at_least:,} to {at_most:,}"
+        digits = text.strip().removeprefix("-").removeprefix("+")
+        # int() would take "1_000" and digits of other scripts, and refuses thousands of digits with advice on Python
+        value = int(text) if digits.isascii() and digits.isdigit() and len(digits) <= MAX_SHOWN else None
+        if value is None or not at_least <= value <= at_most:
+            raise argparse.ArgumentTypeError(f"{_shown(text)} must be {rule}" + (f"; {advice}" if advice else ""))
+        return value
+
+    return read
+
+
+seed = count(0, MAX_SEED)
+"""Type of a seed."""
+
+
+def number(
+    *, above: float | None = None, at_least: float | None = None, at_most: float | None = None, advice: str = ""
+) -> Callable[[str], float]:
+    """Return an argument's type: a finite number in a range.
+
+    Args:
+        above: Excluded lower end.
+        at_least: Included lower end.
+        at_most: Included upper end.
+        advice: Ends the error, after a semicolon.
+    """
+    bounds = [
+        *([] if above is None else [f"above {above:g}"]),
+        *([] if at_least is None else [f"at least {at_least:g}"]),
+        *([] if at_most is None else [f"at most {at_most:g}"]),
+    ]
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        fits = (
+            math.isfinite(value)
+            and (above is None or value > above)
+            and (at_least is None or value >= at_least)
+            and (at_most is None or value <= at_most)
+        )
+        if not fits:
+            raise argparse.ArgumentTypeError(
+                f"{_shown(text)} must be a finite number{' ' if bounds else ''}{' and '.join(bounds)}"
+                + (f"; {advice}" if advice else "")
+            )
+        return value
+
+    return read
+
+
+def _shown(text: str) -> str:
+    if len(text) > MAX_SHOWN:
+        return f"{text[:MAX_SHOWN]!r}.. ({len(text):,} characters)"
+    return text if text.isascii() and text.isprintable() and text.strip() == text != "" else repr(text)
