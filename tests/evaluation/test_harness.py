@@ -10,7 +10,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from loopformers.errors import ConfigError, DataError
+from loopformers.errors import ConfigError, DataError, NonFiniteError
 from loopformers.evaluation.harness import LoopformersLM, register
 from loopformers.testing import tiny_model
 from tests.tokenizer_styles import STYLES, save_style
@@ -197,6 +197,52 @@ def test_an_exit_rule_that_nobody_takes_scores_as_the_full_run(elastic, question
     assert never.generate_until(asked) == shallow != early.generate_until(asked)
 
 
+@pytest.mark.parametrize(("size", "searches"), [("auto", 1), ("auto:3", 3)])
+def test_an_automatic_batch_size_is_searched_for_and_moves_no_score(
+    size, searches, elastic, tokenizer, questions, monkeypatch
+):
+    fixed = LoopformersLM(elastic, tokenizer=tokenizer, batch_size=5).loglikelihood(questions)
+    lm = LoopformersLM(elastic, tokenizer=tokenizer, batch_size=size, max_batch_size=7)
+    run, sizes, searched = lm._run, [], []
+    search = lm._detect_batch_size
+
+    def limited(ids, *arguments, **options):
+        if len(ids) > 5:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        sizes.append(len(ids))
+        return run(ids, *arguments, **options)
+
+    monkeypatch.setattr(lm, "_run", limited)
+    monkeypatch.setattr(lm, "_detect_batch_size", lambda requests: searched.append(1) or search(requests))
+    answers = lm.loglikelihood(questions)
+    assert len(searched) == searches
+    assert max(sizes) > 1
+    assert [greedy for _, greedy in answers] == [greedy for _, greedy in fixed]
+    assert [nats for nats, _ in answers] == pytest.approx([nats for nats, _ in fixed], abs=TOLERANCE)
+
+
+def test_likelihoods_that_are_not_finite_are_an_error(tokenizer, questions):
+    model = tiny_model("elastic-flt", vocab_size=len(tokenizer), max_position_embeddings=61)
+    model.lm_head.weight.data[3, 2] = float("nan")
+    lm = LoopformersLM(model, tokenizer=tokenizer, num_loops=2)
+    with pytest.raises(NonFiniteError, match="likelihoods that are not finite at schedule 1/2,1/2"):
+        lm.loglikelihood(questions)
+
+
+def test_a_number_of_loops_among_generation_arguments_is_refused(elastic, tokenizer):
+    lm = LoopformersLM(elastic, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="num_loops among generation arguments"):
+        lm.generate_until([request("the sea", {"max_gen_toks": 3, "until": [], "num_loops": 1})])
+
+
+def test_a_chat_template_that_is_not_there_is_refused(elastic, tokenizer):
+    lm = LoopformersLM(elastic, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="no chat template; leave --apply_chat_template out"):
+        lm.apply_chat_template([{"role": "user", "content": "the sea"}])
+    with pytest.raises(ConfigError, match="no chat template"):
+        lm.chat_template(True)
+
+
 def test_the_harness_knows_our_model_by_name():
     from lm_eval.api.registry import get_model
 
@@ -211,7 +257,14 @@ def test_the_harness_knows_our_model_by_name():
     [
         ({"num_loops": 0}, "num_loops=0"),
         ({"schedule": "1/2+1/3"}, "must sum to 1"),
-        ({"batch_size": "auto"}, "batch_size='auto'"),
+        ({"batch_size": "automatic"}, "batch_size='automatic' must be a whole number, auto, or auto:N"),
+        ({"batch_size": "auto:0"}, "batch_size='auto:0'"),
+        ({"batch_size": "auto:x"}, "batch_size='auto:x'"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"max_batch_size": 0}, "max_batch_size=0"),
+        ({"trust_remote_code": True}, "trust_remote_code=True: code that a checkpoint brings is never run"),
+        ({"num_loop": 4}, "model argument='num_loop' is not known; did you mean 'num_loops'"),
+        ({"load_in_8bit": True}, "model argument='load_in_8bit' is not known"),
         ({"max_length": 1}, "max_length=1"),
         ({"exit_rule": "never"}, "exit rule='never'"),
     ],

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import re
+import shutil
+import struct
 from pathlib import Path
 
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from loopformers.data.tokenizer import bundled_tokenizer, train_tokenizer
-from loopformers.errors import CheckpointError, ConfigError
+from loopformers.errors import CheckpointError, ConfigError, NonFiniteError
 from loopformers.evaluation.models import (
     check_tokenizer,
     is_looped,
@@ -122,3 +126,112 @@ def test_a_packaged_model_of_another_kind_answers_real_questions_better_than_cha
     (*_, results) = score_model(model, tokenizer, "smollm2", [task])
     assert results.scores[0].num_loops is None
     assert results.scores[0].value >= 0.8  # chance is 0.25: five answers reach this by luck once in 64
+
+
+# -- trust -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stdin", ["y\n", ""])
+def test_code_that_a_folder_brings_is_never_run_whatever_stdin_says(stdin, folders, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+    folder = Path(shutil.copytree(folders / "gpt2", tmp_path / "evil"))
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (folder / "config.json").write_text(json.dumps(fields | {"model_type": "evil", "auto_map": code}), encoding="utf-8")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="brings Python code of its own") as caught:
+        load_any_model(str(folder))
+    assert "trust_remote_code" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(folders, tmp_path):
+    model = GPT2LMHeadModel.from_pretrained(folders / "gpt2")
+    model.transformer.h[0].mlp.c_fc.weight.data[1, 2] = float("inf")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(NonFiniteError, match=r"weights that are not finite \(transformer.h.0.mlp.c_fc.weight\)"):
+        load_any_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b'{"model_type": "gpt2", "n_layer": '),
+        ("config.json", b"[]"),
+        ("config.json", b"\xff\xfe"),
+        ("config.json", b'{"a":' * 5000 + b"1" + b"}" * 5000),
+        ("config.json", b'{"model_type": "gpt2", "n_layer": "two"}'),
+        ("model.safetensors", b""),
+        ("model.safetensors", struct.pack("<Q", 2**40) + b"{}"),
+        ("model.safetensors.index.json", b"{"),
+        ("model.safetensors.index.json", b"{}"),
+        ("model.safetensors.index.json", b'{"weight_map": ["a"], "metadata": {}}'),
+        ("model.safetensors.index.json", b'{"weight_map": {"lm_head.weight": 5}, "metadata": {}}'),
+        ("model.safetensors.index.json", b'{"weight_map": {"lm_head.weight": "gone.safetensors"}, "metadata": {}}'),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"lm_head.weight": "../outside.safetensors"}, "metadata": {}}',
+        ),
+    ],
+)
+def test_a_damaged_folder_is_one_error_of_ours(name, content, folders, tmp_path):
+    folder = Path(shutil.copytree(folders / "gpt2", tmp_path / "gpt2"))
+    if "index" in name:
+        (folder / "model.safetensors").unlink()
+    shutil.copy(folders / "gpt2" / "model.safetensors", tmp_path / "outside.safetensors")
+    (folder / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"is no checkpoint that transformers|model\.safetensors\.index\.json"):
+        load_any_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"dtype": "float7"}, "dtype='float7' is no type for weights"),
+        ({"dtype": "int8"}, "dtype='int8' is no type for weights"),
+        ({"device": "banana"}, "device='banana' is no device of torch"),
+        ({"device": "meta"}, "device='meta' cannot run a model here"),
+        ({"device": "cuda:99"}, "device='cuda:99' and torch sees"),
+    ],
+)
+def test_a_wrong_dtype_or_device_is_refused(options, text, folders):
+    with pytest.raises(ConfigError, match=text):
+        load_any_model(str(folders / "gpt2"), **options)
+
+
+def gguf(num_tensors: int = 0, num_entries: int = 0, rest: bytes = b"", *, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_entries) + rest
+
+
+KEY = struct.pack("<Q", 1) + b"k"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "is not a GGUF file"),
+        (b"PK\x03\x04", "is not a GGUF file"),
+        (b"GGUF\x03", "states more entries"),
+        (gguf(version=99), "of version 99"),
+        (gguf(num_entries=2**60), f"states 0 tensors and {2**60} entries"),
+        (gguf(num_tensors=2**60), f"states {2**60} tensors"),
+        (gguf(num_entries=1, rest=struct.pack("<Q", 2**50)), f"states a value of {2**50} bytes"),
+        (gguf(num_entries=1, rest=KEY + struct.pack("<IIQ", 9, 4, 2**60)), f"states a value of {2**62} bytes"),
+        (gguf(num_entries=1, rest=KEY + struct.pack("<IIQ", 9, 8, 2**60)), f"states an array of {2**60} values"),
+        (gguf(num_entries=1, rest=KEY + struct.pack("<I", 77)), "a value of the unknown type 77"),
+        (gguf(num_entries=1, rest=KEY + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 9), "unknown type 9"),
+        (gguf(num_entries=1, rest=KEY + struct.pack("<II", 4, 7)), "is no checkpoint that transformers opens"),
+    ],
+)
+def test_a_damaged_gguf_file_is_refused_before_it_is_read(content, text, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        load_any_model(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"training_flops": "many"}', '{"training_flops": true}',
+                                     '{"training_flops": 1e999}', "[" * 9000, "\udcff"])  # fmt: skip
+def test_a_damaged_record_of_training_is_no_obstacle(content, tmp_path):
+    (tmp_path / "result.json").write_text(content, encoding="utf-8", errors="surrogateescape")
+    assert training_flops(str(tmp_path)) is None

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,10 +101,13 @@ def test_a_protocol_that_was_edited_in_the_file_is_noticed(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("{", "is no results file"),
-        ("[]", "is no results file"),
+        ("{", "is not readable JSON"),
+        ("[]", "holds list where an object must be"),
         ('{"schema_version": 99}', "schema version 99"),
-        (f'{{"schema_version": {SCHEMA_VERSION}, "models": [{{}}], "protocols": [], "scores": []}}', "does not fit"),
+        (
+            f'{{"schema_version": {SCHEMA_VERSION}, "models": [{{}}], "protocols": [], "scores": []}}',
+            r"models\[0\] lacks the field 'hash'",
+        ),
     ],
 )
 def test_files_of_another_kind_are_refused(content, text, tmp_path):
@@ -113,5 +117,51 @@ def test_files_of_another_kind_are_refused(content, text, tmp_path):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"results\.json cannot be read"):
+    with pytest.raises(DataError, match=r"results\.json does not exist"):
         read_results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        (("scores", 0, "values"), None, "values is None, and must be of type Mapping"),
+        (("scores", 0, "values"), {"acc": "high"}, "values.acc is 'high', and must be of type float"),
+        (("scores", 0, "values"), {"acc_norm": 1.0}, "has no value of its metric 'acc'"),
+        (("scores", 0, "model"), "def", "of a model 'def' that the file does not list"),
+        (("scores", 0, "model"), ["abc"], "model is list, and must be of type str"),
+        (("scores", 0, "task"), "sciq", "of a task 'sciq' without a protocol"),
+        (("scores", 0, "weight"), -1, "has the weight -1.0"),
+        (("scores", 0, "weight"), None, "has the weight nan"),
+        (("scores", 0, "num_loops"), None, "only one of num_loops and schedule"),
+        (("scores", 0, "num_loops"), True, "num_loops is True, and must be of type int"),
+        (("scores", 0, "questions"), {"acc": [1, "x"]}, r"questions.acc[1] is 'x', and must be of type float"),
+        (("scores", 0, "seconds"), 10**400, "seconds is 1000"),
+        (("scores", 0, "new"), 1, "a field 'new' that is not known here"),
+        (("scores", 0), 7, "scores[0] holds 7 where an object must be"),
+        (("scores",), {}, "without a list of scores"),
+        (("models", 0, "hash"), ["a"], "hash is list, and must be of type str"),
+        (("models", 0, "num_parameters"), 2.5, "num_parameters is 2.5, and must be of type int"),
+        (("protocols", 0), 3, "protocols[0] has no fingerprint"),
+        (("protocols", 0, "fingerprint"), "0", "was changed after its scores were made"),
+        (("protocols", 0, "limit"), "all", "limit is 'all', and must be of type int"),
+    ],
+)
+def test_a_part_of_another_type_is_named(path, value, text, tmp_path):
+    content = json.loads(RESULTS.save(tmp_path / "results.json").read_text(encoding="utf-8"))
+    place = content
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    (tmp_path / "results.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(DataError, match=re.escape(text)) as caught:
+        read_results(tmp_path)
+    assert "results.json" in str(caught.value)
+
+
+def test_a_value_that_is_not_a_number_reads_back(tmp_path: Path):
+    replaced = score(values={"acc": math.nan, "perplexity": -math.inf}, questions={"acc": [math.nan, 1.0]})
+    Results((MODEL,), (PROTOCOL,), (replaced,)).save(tmp_path / "results.json")
+    (back,) = read_results(tmp_path).scores
+    assert math.isnan(back.values["acc"])
+    assert back.values["perplexity"] == -math.inf
+    assert math.isnan(back.questions["acc"][0])

@@ -10,7 +10,9 @@ from lm_eval.tasks import TaskManager
 from loopformers.evaluation.run_lm_eval import main
 
 
-def test_the_harnesss_own_command_line_runs_our_model(elastic, tokenizer, tmp_path: Path, monkeypatch, capsys):
+@pytest.fixture
+def arguments(elastic, tokenizer, tmp_path: Path, monkeypatch) -> list[str]:
+    """A model, a task of two questions, and the command that runs them."""
     elastic.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "sums.jsonl").write_text('{"q": "the sea", "a": " was"}\n{"q": "no", "a": " sea"}', encoding="utf-8")
@@ -35,13 +37,65 @@ def test_the_harnesss_own_command_line_runs_our_model(elastic, tokenizer, tmp_pa
     monkeypatch.setattr("lm_eval._cli.run.setup_logging", lambda *_: None, raising=False)
     few = functools.partial(TaskManager, include_defaults=False)  # reading all of the harness's tasks takes a while
     monkeypatch.setattr("lm_eval.tasks.TaskManager", few)
-    arguments = f"pretrained={tmp_path / 'model'},schedule=1/2+1/4+1/4"
-    main(["run", "--model", "loopformers", "--model_args", arguments, "--tasks", str(tmp_path / "sums.yaml")])
+    model = ["--model", "loopformers", "--model_args", f"pretrained={tmp_path / 'model'},schedule=1/2+1/4+1/4"]
+    return ["run", *model, "--tasks", str(tmp_path / "sums.yaml")]
+
+
+def test_the_harnesss_own_command_line_runs_our_model(arguments, capsys):
+    assert main(arguments) == 0
     assert "|sums " in capsys.readouterr().out
+
+
+def test_the_harnesss_usual_options_act(arguments, tmp_path: Path, capsys):
+    options = [
+        "--batch_size",
+        "auto",
+        "--max_batch_size",
+        "3",
+        "--device",
+        "cpu",
+        "--limit",
+        "0.5",
+        "--num_fewshot",
+        "0",
+    ]
+    places = ["--output_path", str(tmp_path / "out"), "--use_cache", str(tmp_path / "cache"), "--log_samples"]
+    assert main([*arguments, *options, *places]) == 0
+    assert "|sums " in capsys.readouterr().out
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    assert json.loads(file.read_text(encoding="utf-8"))["n-samples"]["sums"] == {"original": 2, "effective": 1}
+
+
+def test_answers_are_cached_by_model_and_run(arguments, tmp_path: Path, capsys):
+    """The harness keys answers by question alone: another number of loops would read this one's."""
+    cache = ["--use_cache", str(tmp_path / "cache")]
+    assert main([*arguments, *cache]) == 0
+    assert main([*arguments, f"--use_cache={tmp_path / 'cache'}"]) == 0
+    assert len(list(tmp_path.glob("cache-*_rank0.db"))) == 1
+    arguments[4] = arguments[4].replace("1/2+1/4+1/4", "1/2+1/2")
+    assert main([*arguments, *cache]) == 0
+    assert len(list(tmp_path.glob("cache-*_rank0.db"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--trust_remote_code"], "--trust_remote_code: code that a checkpoint or a dataset brings is never run"),
+        (["--device", "banana"], "device='banana' is no device of torch"),
+        (["--device", "meta"], "device='meta' cannot run a model here"),
+        (["--batch_size", "many"], "batch_size='many' must be a whole number, auto, or auto:N"),
+        (["--apply_chat_template"], "the model's tokenizer has no chat template"),
+        (["--tasks", "no-such-task"], "lm-eval refuses this"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_line(options, text, arguments, capsys):
+    assert main([*arguments, *options]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1
+    assert text in error[0]
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["run", "--help"]])
 def test_help_is_the_harnesss(argv, capsys):
-    with pytest.raises(SystemExit):
-        main(argv)
+    assert main(argv) == 0
     assert "lm-eval" in capsys.readouterr().out

@@ -82,8 +82,8 @@ def test_a_saved_schedule_that_the_model_cannot_run_is_refused(tmp_path: Path) -
     with pytest.raises(ConfigError, match="'quick' is not known"):
         read_schedule(folder, config)
     (folder / GENERATION_CONFIG_FILE).write_text('{"schedule"')
-    with pytest.raises(CheckpointError, match="no readable JSON"):
+    with pytest.raises(CheckpointError, match="is not readable JSON"):
         read_schedule(folder, config)
     (folder / GENERATION_CONFIG_FILE).write_text("[]")
-    with pytest.raises(CheckpointError, match="holds a list"):
+    with pytest.raises(CheckpointError, match="holds list where an object must be"):
         save_schedule(folder, Schedule.uniform(2), config)

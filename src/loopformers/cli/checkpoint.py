@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopformers.errors import CheckpointError
+from loopformers.readers import read_json
 
 if TYPE_CHECKING:
     from loopformers.model.config import LoopConfig
@@ -31,16 +31,13 @@ def load_config(folder: str) -> LoopConfig:
             f"{folder} is no folder; give the folder of a checkpoint, which holds config.json and weights"
         )
     file = path / "config.json"
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    if not file.exists():
         raise CheckpointError(
             f"{folder} holds no config.json, so it is no checkpoint of ours; official checkpoints are turned into one by "
             "loopformers convert"
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is no readable JSON, perhaps truncated: {error}") from error
-    model_type = fields.get("model_type") if isinstance(fields, dict) else None
+        )
+    fields = read_json(file, dict, remedy="save the model again, or copy config.json from its source")
+    model_type = fields.get("model_type")
     if model_type != LoopConfig.model_type:
         raise CheckpointError(
             f"{file} describes a model of type {model_type!r}, and this command opens {LoopConfig.model_type!r}; give a "
@@ -65,7 +62,9 @@ def load_model(folder: str) -> LoopedForCausalLM:
         raise CheckpointError(f"{folder} holds no {WEIGHTS[0]}; copy the weights there, or save the model again")
     from loopformers.model.modeling import LoopedForCausalLM
     from loopformers.model.quiet import quiet_transformers
+    from loopformers.model.weight_index import check_weight_index
 
+    check_weight_index(folder)
     with quiet_transformers():
         model, report = LoopedForCausalLM.from_pretrained(
             folder, config=config, local_files_only=True, dtype="auto", output_loading_info=True

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
-from loopformers.errors import ConfigError, DataError, check_count
+from loopformers.errors import ConfigError, DataError, NonFiniteError, check_count, unknown_name
 from loopformers.evaluation.models import check_tokenizer, is_looped, load_any_model
 from loopformers.model.tokenizer import encode_prompt, framing, open_tokenizer
 from loopformers.schedule import Schedule
@@ -33,6 +33,16 @@ __all__ = ["MODEL_NAME", "LoopformersLM", "register"]
 
 MODEL_NAME = "loopformers"
 """What the harness knows the class by: `--model loopformers`."""
+
+RUN_ARGUMENTS = {"num_loops", "schedule", "exit_rule"}
+"""What every forward and every generation of a model is called with."""
+
+MODEL_ARGUMENTS = ("pretrained", "tokenizer", *sorted(RUN_ARGUMENTS), "batch_size", "max_batch_size", "max_length", "device",
+                   "dtype", "share_contexts", "add_bos_token")  # fmt: skip
+"""What `--model_args` may hold."""
+
+MAX_TIMES = 1000
+"""Most searches for a batch size."""
 
 HARNESS_DEVICE = "cuda:0"
 """What the harness's command line asks for unless told otherwise, whether the machine has it or not."""
@@ -75,18 +85,22 @@ class LoopformersLM(HFLM):
             step sizes may be joined by plus signs: `1/2+1/4+1/4`.
         exit_rule: Text that `loopformers.generation.parse_exit_rule` reads, or its result. Scores are then those of the
             states with which tokens leave.
-        batch_size: Sequences a forward.
+        batch_size: Sequences a forward; `auto`: as many as memory takes, at most `max_batch_size`; `auto:N` finds that
+            number N times anew on the way from long to short requests.
+        max_batch_size: Where `auto` begins.
         max_length: Tokens that the model sees at once; default: its positions. Longer requests are cut on the left, as
             everywhere in the harness, and counted.
         device: See `load_any_model`.
         dtype: See `load_any_model`.
         share_contexts: Whether choices share their context's cache. Off, each runs as a whole sequence.
+        unknown: Other arguments of the harness's models, each of which is refused by name.
         add_bos_token: Whether texts start with the tokenizer's start token; default: as the tokenizer has it. That of a run
             of ours has none, as its training text had none.
 
     Raises:
-        ConfigError: A schedule that the model cannot run, one for a model that has no loops, more tokens than learned
-            positions, a tokenizer that is not the model's or has no end token, or a start token that it has not.
+        ConfigError: An argument that is unknown here, a schedule that the model cannot run, one for a model that has no
+            loops, more tokens than learned positions, a tokenizer that is not the model's or has no end token, or a start
+            token that it does not have.
         CheckpointError: Nothing can be opened under the name.
     """
 
@@ -99,12 +113,15 @@ class LoopformersLM(HFLM):
         schedule: Schedule | str | None = None,
         exit_rule: Any = None,
         batch_size: int | str = 1,
+        max_batch_size: int = 64,
         max_length: int | None = None,
         device: str | None = None,
         dtype: str = "auto",
         share_contexts: bool = True,
         add_bos_token: bool | None = None,
+        **unknown: Any,
     ) -> None:
+        _check_arguments(unknown)
         if device == HARNESS_DEVICE and not torch.cuda.is_available():
             device = None
         if isinstance(pretrained, str):
@@ -115,8 +132,8 @@ class LoopformersLM(HFLM):
         self.begin_tokens = _begin_tokens(tokenizer, add_bos_token)
         """What texts begin with. None is closed by an end token."""
         self.run_arguments = _run_arguments(pretrained, num_loops, schedule, exit_rule)
-        batch_size = int(batch_size) if isinstance(batch_size, str) and batch_size.isdigit() else batch_size
-        check_count("batch_size", batch_size)
+        check_count("max_batch_size", max_batch_size)
+        batch_size = _batch_size(batch_size)
         if max_length is not None:
             _check_max_length(pretrained, max_length)
         with _without_remarks():  # on models that are given rather than named
@@ -124,6 +141,7 @@ class LoopformersLM(HFLM):
                 pretrained=pretrained,
                 tokenizer=tokenizer,
                 batch_size=batch_size,
+                max_batch_size=max_batch_size,
                 max_length=max_length,
                 add_bos_token=add_bos_token,
             )
@@ -228,16 +246,18 @@ class LoopformersLM(HFLM):
                 shared.append(group)
             else:
                 alone += [[row] for row in group]
+        limits = _Limits(self, len(rows))
         for groups, is_shared in ((shared, True), (alone, False)):
             batch: list[Row] = []
             for group in sorted(groups, key=lambda g: (-max(row.length for row in g), g[0].index)):
-                if batch and len(batch) + len(group) > self.batch_size:
+                most = limits.most(batch + group, len(group))
+                if batch and len(batch) + len(group) > most:
                     yield batch, is_shared
                     batch = []
                 batch = batch + group
-                while len(batch) > self.batch_size:
-                    yield batch[: self.batch_size], is_shared
-                    batch = batch[self.batch_size :]
+                while len(batch) > most:
+                    yield batch[:most], is_shared
+                    batch = batch[most:]
             if batch:
                 yield batch, is_shared
 
@@ -286,6 +306,12 @@ class LoopformersLM(HFLM):
         targets = torch.tensor([token for row in rows for token in row.continuation], device=logits.device)
         logits = logits.float()
         chosen = logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(dim=1)
+        if not chosen.isfinite().all():
+            schedule = self.run_arguments.get("schedule")
+            raise NonFiniteError(
+                f"the model gives likelihoods that are not finite{'' if schedule is None else f' at schedule {schedule}'}: its "
+                "weights are damaged, or its states overflow; give fewer loops, float32 weights, or an earlier checkpoint"
+            )
         is_greedy = logits.argmax(dim=1) == targets
         sizes = [len(row.continuation) for row in rows]
         return [
@@ -312,9 +338,33 @@ class LoopformersLM(HFLM):
 
     # -- generation ----------------------------------------------------------------------------------------------
 
+    def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> Any:
+        """Return a conversation as the tokenizer's chat template puts it.
+
+        Raises:
+            ConfigError: The tokenizer has none.
+        """
+        _check_chat_template(self.tokenizer)
+        return super().apply_chat_template(chat_history, add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> Any:
+        """Return the text of the chat template, see the harness.
+
+        Raises:
+            ConfigError: One is asked for, and the tokenizer has none.
+        """
+        if chat_template:
+            _check_chat_template(self.tokenizer)
+        return super().chat_template(chat_template)
+
     def generate_until(self, requests: Any, disable_tqdm: bool = True) -> Any:
         """Continue texts until a stop string, the end token or the allowed number of tokens."""
         for request in requests:
+            if given := sorted(RUN_ARGUMENTS & request.args[1].keys()):
+                raise ConfigError(
+                    f"{given[0]} among generation arguments would hold for texts and not for scores; give it to the model: "
+                    f"--model_args {given[0]}=.."
+                )
             wanted = int(request.args[1].get("max_gen_toks", self.max_gen_toks))
             if wanted >= self.max_length:
                 raise DataError(
@@ -331,6 +381,60 @@ class LoopformersLM(HFLM):
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         with torch.no_grad():
             return self._run(inps, attn_mask)
+
+
+class _Limits:
+    """How many sequences run together: a number, or what memory takes, found anew in N parts of the requests."""
+
+    def __init__(self, lm: LoopformersLM, num_rows: int) -> None:
+        self.lm, self.num_rows = lm, num_rows
+        self.num_seen = 0
+        self.found: dict[int, int] = {}
+
+    def most(self, rows: Sequence[Row], num_new: int) -> int:
+        """Return the limit for a batch of these rows, of which so many are new; requests come longest first."""
+        if self.lm.batch_size != "auto":
+            return int(self.lm.batch_size)
+        part = int(self.num_seen * self.lm.batch_schedule / self.num_rows)
+        self.num_seen += num_new
+        if part not in self.found:
+            row = max(rows, key=lambda row: row.length)
+            request = (None, list(row.context), list(row.continuation))
+            self.found[part] = int(self.lm._detect_batch_size([request]))
+        return self.found[part]
+
+
+def _batch_size(value: int | str) -> int | str:
+    """Return a batch size as the harness takes it.
+
+    Raises:
+        ConfigError: It is neither a whole number, `auto` nor `auto:N`.
+    """
+    if isinstance(value, str):
+        name, colon, times = value.partition(":")
+        if name == "auto" and (not colon or (times.isascii() and times.isdigit() and 1 <= int(times) <= MAX_TIMES)):
+            return value
+        if not (value.isascii() and value.isdigit() and len(value) < 10):
+            raise ConfigError(
+                f"batch_size={value!r} must be a whole number, auto, or auto:N with N from 1 to {MAX_TIMES}"
+            )
+        value = int(value)
+    check_count("batch_size", value)
+    return value
+
+
+def _check_arguments(unknown: Mapping[str, Any]) -> None:
+    for name, value in unknown.items():
+        if name == "trust_remote_code" and not value:
+            continue
+        if name == "trust_remote_code":
+            raise ConfigError("trust_remote_code=True: code that a checkpoint brings is never run here; leave it out")
+        raise ConfigError(unknown_name("model argument", name, MODEL_ARGUMENTS))
+
+
+def _check_chat_template(tokenizer: Any) -> None:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("the model's tokenizer has no chat template; leave --apply_chat_template out")
 
 
 def _run_arguments(model: Any, num_loops: int | None, schedule: Any, exit_rule: Any) -> dict[str, Any]:

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from loopformers.errors import CheckpointError, ConfigError
+from loopformers.errors import CheckpointError, ConfigError, LoopformersError, NonFiniteError, first_line
+from loopformers.evaluation.gguf import check_gguf
 from loopformers.model.config import LoopConfig
 from loopformers.model.quiet import quiet_transformers
 from loopformers.model.tokenizer import open_tokenizer, vocabulary_size
+from loopformers.model.weight_index import check_weight_index
+from loopformers.readers import read_json
 
-__all__ = ["check_tokenizer", "is_looped", "load_any_model", "looped_config", "model_hash", "training_flops"]
+__all__ = [
+    "check_tokenizer",
+    "check_weights_finite",
+    "is_looped",
+    "load_any_model",
+    "looped_config",
+    "model_hash",
+    "training_flops",
+]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+"""What weights can be turned into; auto leaves them as they were saved."""
+
+DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
 
 PADDING_ROWS = 128
 """Vocabularies are padded to a multiple of at most so many rows; a tokenizer that is smaller by more is another one."""
@@ -28,16 +45,16 @@ def is_looped(model: Any) -> bool:
 def looped_config(folder: str) -> bool:
     """Whether a folder holds a checkpoint of ours, judged by its config.json."""
     try:
-        fields = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        fields = read_json(Path(folder) / "config.json", dict)
+    except LoopformersError:
         return False
-    return isinstance(fields, dict) and fields.get("model_type") == LoopConfig.model_type
+    return bool(fields.get("model_type") == LoopConfig.model_type)
 
 
 def load_any_model(
     name: str, *, tokenizer: str | None = None, device: str | None = None, dtype: str = "auto"
 ) -> tuple[Any, Any]:
-    """Return a model in evaluation mode and its tokenizer.
+    """Return a model in evaluation mode and its tokenizer. Code that a checkpoint brings is never run.
 
     Args:
         name: Folder of a checkpoint, ours or another's; a `.gguf` file; or a name on the hub.
@@ -46,8 +63,9 @@ def load_any_model(
         dtype: Such as `float32`; `auto`: as the weights were saved.
 
     Raises:
-        CheckpointError: Nothing of this name can be opened, or it has no tokenizer.
-        ConfigError: An unknown dtype, or a tokenizer that is not the model's.
+        CheckpointError: Nothing of this name can be opened, it needs code of its own, or it has no tokenizer.
+        NonFiniteError: A weight is not finite.
+        ConfigError: An unknown dtype or device, or a tokenizer that is not the model's.
     """
     from transformers import AutoModelForCausalLM
 
@@ -57,21 +75,24 @@ def load_any_model(
     extra = {"gguf_file": path.name} if is_gguf else {}
     if is_gguf and not path.is_file():
         raise CheckpointError(f"{name} is no file; give a GGUF file, a folder or a name on the hub")
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ConfigError(f"dtype={dtype!r} is no type of torch; write float32, bfloat16, float16 or auto")
-    if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device={device!r} and torch sees no CUDA device; leave it out, or give cpu")
+    if is_gguf:
+        check_gguf(path)
+    elif path.is_dir():
+        check_weight_index(path)
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is no type for weights; write {', '.join(DTYPES)}")
+    where = _device(device)
     with quiet_transformers():
         try:
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
-        except CheckpointError:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False, **extra)
+        except (LoopformersError, MemoryError, torch.OutOfMemoryError):
             raise
-        except (OSError, ValueError, ImportError) as error:
+        except Exception as error:  # a damaged or hostile file makes transformers raise anything
             raise CheckpointError(_cannot_open(name, error)) from error
+    check_weights_finite(model, name)
     gguf_file = path.name if is_gguf and tokenizer is None else None
     opened = open_tokenizer(tokenizer or source, gguf_file=gguf_file, remedy="name one with --tokenizer")
     check_tokenizer(model, opened, name)
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return model.to(where).eval(), opened
 
 
@@ -119,20 +140,60 @@ UNIMPORTANT = ("_name_or_path", "name_or_path", "transformers_version", "archite
 def training_flops(folder: str) -> float | None:
     """Return the operations that training a checkpoint took, where its folder records them (`result.json`)."""
     try:
-        result = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
-        return float(result["training_flops"])
-    except (OSError, ValueError, KeyError, TypeError):
+        flops = read_json(Path(folder) / "result.json", dict).get("training_flops")
+    except LoopformersError:
         return None
+    if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < math.inf:
+        return None
+    return float(flops)
+
+
+def check_weights_finite(model: Any, name: str) -> None:
+    """Check that every weight is a number.
+
+    Raises:
+        NonFiniteError: One is not; names the tensor.
+    """
+    for key, tensor in model.named_parameters():
+        if tensor.is_floating_point() and not tensor.is_meta and not tensor.isfinite().all():
+            raise NonFiniteError(
+                f"{name} holds weights that are not finite ({key}), and everything that it computes would be NaN; the file is "
+                "damaged, or training diverged: give an earlier checkpoint"
+            )
+
+
+def _device(name: str | None) -> torch.device:
+    """Return the device of a name; by default cuda where there is one, else cpu.
+
+    Raises:
+        ConfigError: No such device, or none of its kind in this machine.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is no device of torch; write cpu, cuda or cuda:0") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r} and torch sees no CUDA device; leave it out, or give cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device={name!r} and torch sees {torch.cuda.device_count()} CUDA device(s); count from cuda:0"
+        )
+    if device.type not in DEVICE_TYPES or (device.type == "mps" and not torch.backends.mps.is_available()):
+        raise ConfigError(f"device={name!r} cannot run a model here; write cpu, cuda or cuda:0")
+    return device
 
 
 def _cannot_open(name: str, error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return (
+            f"{name} brings Python code of its own (auto_map in its config.json), which is never run here; give a model that "
+            "transformers itself knows"
+        )
     if Path(name).exists():
-        return f"{name} is no checkpoint that transformers opens ({_first_line(error)}); give a folder of config.json and weights"
+        return f"{name} is no checkpoint that transformers opens ({first_line(error)}); give a folder of config.json and weights"
     return (
-        f"{name} is neither a folder here nor a model that can be had ({_first_line(error)}); check the name, or give the "
+        f"{name} is neither a folder here nor a model that can be had ({first_line(error)}); check the name, or give the "
         "folder of a checkpoint"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

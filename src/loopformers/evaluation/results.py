@@ -11,13 +11,15 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from loopformers.errors import ConfigError, DataError
 from loopformers.files import write_whole
+from loopformers.readers import read_json
+from loopformers.typed import from_fields
 
 __all__ = [
     "COST_SEQ_LEN",
@@ -33,6 +35,13 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 RESULTS_FILE = "results.json"
+
+MAX_RESULTS_BYTES = 2**30
+"""A results file holds the score of every question."""
+
+AGAIN = "the file was damaged or changed: evaluate again"
+
+T = TypeVar("T")
 
 COST_SEQ_LEN = 256
 """Tokens of the sequence over which operations per token are counted, the same for every model."""
@@ -224,47 +233,66 @@ def read_results(path: str | os.PathLike[str]) -> Results:
     """
     file = Path(path)
     file = file / RESULTS_FILE if file.is_dir() else file
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        version = content["schema_version"]
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}; give a results file or its folder") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{file} is no results file: {error!r}; give a {RESULTS_FILE} that evaluate tasks wrote"
-        ) from error
+    remedy = f"give a {RESULTS_FILE} that evaluate tasks wrote, or its folder"
+    content = read_json(file, dict, error=DataError, remedy=remedy, max_bytes=MAX_RESULTS_BYTES)
+    if "schema_version" not in content:
+        raise DataError(f"{file} is not a results file: it has no schema_version; {remedy}")
+    version = content["schema_version"]
     if version != SCHEMA_VERSION:
         raise DataError(
             f"{file} has schema version {version!r} and this program reads {SCHEMA_VERSION}; evaluate again, or use the version "
             "of this program that wrote it"
         )
-    try:
-        return Results(
-            tuple(ModelInfo(**m) for m in content["models"]),
-            tuple(_protocol(p, file) for p in content["protocols"]),
-            tuple(_score(s) for s in content["scores"]),
-        )
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{file} is a results file with a part that does not fit: {error}; evaluate again") from error
+    results = Results(
+        tuple(_entries(ModelInfo, content, "models", file)),
+        tuple(_protocol(entry, f"{file}: protocols[{i}]") for i, entry in enumerate(_list(content, "protocols", file))),
+        tuple(_entries(Score, content, "scores", file)),
+    )
+    _check(results, file)
+    return results
 
 
-def _protocol(entry: dict[str, Any], file: Path) -> Protocol:
-    stored = entry.pop("fingerprint")
-    protocol = Protocol(**entry)
+def _list(content: Mapping[str, Any], name: str, file: Path) -> list[Any]:
+    if not isinstance(content.get(name), list):
+        raise DataError(f"{file} is a results file without a list of {name}; {AGAIN}")
+    entries: list[Any] = content[name]
+    return entries
+
+
+def _entries(kind: type[T], content: Mapping[str, Any], name: str, file: Path) -> Iterator[T]:
+    for index, entry in enumerate(_list(content, name, file)):
+        yield from_fields(kind, entry, source=f"{file}: {name}[{index}]", remedy=AGAIN)
+
+
+def _check(results: Results, file: Path) -> None:
+    """Check that the three lists fit together."""
+    hashes, tasks = {model.hash for model in results.models}, {protocol.task for protocol in results.protocols}
+    for index, score in enumerate(results.scores):
+        place = f"{file}: scores[{index}]"
+        if score.model not in hashes:
+            raise DataError(f"{place} is of a model {score.model!r} that the file does not list; {AGAIN}")
+        if score.task not in tasks:
+            raise DataError(f"{place} is of a task {score.task!r} without a protocol in the file; {AGAIN}")
+        if score.metric not in score.values:
+            raise DataError(f"{place} has no value of its metric {score.metric!r}; {AGAIN}")
+        if not (math.isfinite(score.weight) and score.weight >= 0):
+            raise DataError(f"{place} has the weight {score.weight}, and a mean needs one of at least 0; {AGAIN}")
+        if (score.num_loops is None) != (score.schedule is None):
+            raise DataError(f"{place} has only one of num_loops and schedule; {AGAIN}")
+
+
+def _protocol(entry: Any, source: str) -> Protocol:
+    if not isinstance(entry, Mapping) or "fingerprint" not in entry:
+        raise DataError(f"{source} has no fingerprint; {AGAIN}")
+    fields = dict(entry)
+    stored = fields.pop("fingerprint")
+    protocol = from_fields(Protocol, fields, source=source, remedy=AGAIN)
     if protocol.fingerprint != stored:
         raise DataError(
-            f"{file}: the protocol of {protocol.task} was changed after its scores were made (fingerprint {stored} there, "
+            f"{source}: the protocol of {protocol.task} was changed after its scores were made (fingerprint {stored} there, "
             f"{protocol.fingerprint} of what stands there); evaluate again"
         )
     return protocol
-
-
-def _score(entry: dict[str, Any]) -> Score:
-    score = Score(**entry)
-    return replace(
-        score,
-        values={name: math.nan if value is None else float(value) for name, value in score.values.items()},
-    )
 
 
 def _strict(value: Any) -> Any:

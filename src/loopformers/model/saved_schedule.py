@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig
 
-from loopformers.errors import CheckpointError, ConfigError
+from loopformers.errors import ConfigError
 from loopformers.files import write_whole
+from loopformers.readers import read_json
 from loopformers.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def read_schedule(folder: str | os.PathLike[str], config: LoopConfig) -> Schedul
     """Return the schedule that is saved in a checkpoint's folder; None where there is none.
 
     Raises:
-        CheckpointError: A generation configuration that is no JSON.
+        CheckpointError: A generation configuration that cannot be read.
         ConfigError: A schedule that the model cannot run.
     """
     fields = _read(Path(folder) / GENERATION_CONFIG_FILE)
@@ -75,12 +76,6 @@ def save_schedule(folder: str | os.PathLike[str], schedule: Schedule, config: Lo
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no readable JSON, perhaps truncated: {error}") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} holds a {type(fields).__name__}, and a generation configuration is an object")
-    return fields
+    return read_json(path, dict, remedy="remove it, or save the model again")
