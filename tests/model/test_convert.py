@@ -9,6 +9,7 @@ import pickle
 import shutil
 import sys
 import types
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -198,7 +199,7 @@ def test_truncated_files_are_refused(kept, tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     content = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[:kept])
-    check_refused(tmp_path, tmp_path / "model.safetensors", CheckpointError, "no readable safetensors file.*truncated")
+    check_refused(tmp_path, tmp_path / "model.safetensors", CheckpointError, "not a readable safetensors file.*truncated")
 
 
 def test_foreign_files_and_folders_are_refused(tmp_path):
@@ -279,7 +280,20 @@ def test_a_joint_matrix_that_does_not_split_and_an_untied_head_are_refused():
         ("lf_loopformer", {"kind": "tmlt"}, CheckpointError, "dt_embedder.*another system"),
         ("lf_loopformer", {"kind": "base_loop"}, CheckpointError, "is the case of another system or size"),
         ("lf_tmlt", {"kind": "loopformer"}, CheckpointError, "lacks 4 parameters.*step_embedder"),
-        ("lf_tmlt", {"loops": 0}, ConfigError, "num_loops=0"),
+        ("lf_tmlt", {"loops": 0}, ConfigError, "another type.*loops=0"),
+        ("flt_FLT", {"n_layer": float("inf")}, ConfigError, "another type.*n_layer=inf"),
+        ("flt_FLT", {"n_layer": 1000}, CheckpointError, "n_layer=1000 and the checkpoint holds"),
+        ("flt_FLT", {"n_embd": 1e30}, ConfigError, "another type.*n_embd=1e"),
+        ("flt_FLT", {"n_embd": 2**31}, ConfigError, "another type.*n_embd=2147483648"),
+        ("flt_FLT", {"n_embd": 2**30, "vocab_size": 2**30}, CheckpointError, "80|rows are fewer|does not fit"),
+        ("flt_FLT", {"n_head": True}, ConfigError, "another type.*n_head=True"),
+        ("flt_FLT", {"K": [2, "x"]}, ConfigError, "another type"),
+        ("flt_FLT", {"rope_base": "x"}, ConfigError, "rope_base='x'"),
+        ("flt_FLT", {"logit_softcap": -3}, ConfigError, "logit_softcap=-3"),
+        ("flt_FLT", {"model_type": ["FLT"]}, ConfigError, "is not known"),
+        ("flt_FLT", {"sequence_len": "9" * 999}, ConfigError, "another type"),
+        ("lf_loopformer", {"kind": 5}, ConfigError, "kind=5 is not known"),
+        ("lf_loopformer", {"intermediate_dim": 7.5}, ConfigError, "intermediate_dim=7.5"),
     ],
 )
 def test_a_wrong_case_is_refused(name, fields, error, match):
@@ -288,11 +302,11 @@ def test_a_wrong_case_is_refused(name, fields, error, match):
         from_official(weights, {**case, **fields})
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model_config": 3}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model_config": 3}', "[" * 99999, '{"model_config": []}'])
 def test_an_unreadable_description_is_refused(content, tmp_path):
     write_flt(tmp_path / "official")
     (tmp_path / "official" / "meta_000120.json").write_text(content)
-    check_refused(tmp_path, tmp_path / "official", CheckpointError, "meta_000120.json is no readable description")
+    check_refused(tmp_path, tmp_path / "official", CheckpointError, "meta_000120.json .*it describes model_000120.pt")
 
 
 def test_an_existing_destination_is_kept_unless_it_is_to_be_replaced(tmp_path):
@@ -321,3 +335,68 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(convert.LoopedForCausalLM, "save_pretrained", full_disk)
     check_refused(tmp_path, tmp_path / "official", OSError, "no space left")
+
+
+def sparse(weight):
+    return weight.to_sparse()
+
+
+def broadcast(weight):
+    """As large as the right one, and one number in the file."""
+    return torch.zeros(1).expand(weight.shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda w: w.int(), "holds torch.int32, and weights are floating point"),
+        (lambda w: w > 0, "holds torch.bool"),
+        (lambda w: w * float("nan"), "values that are not finite"),
+        (lambda w: w.clone().fill_(float("-inf")), "values that are not finite"),
+        (lambda w: (w * float("nan")).to(torch.float8_e4m3fn), "values that are not finite"),
+        (sparse, "is a sparse or quantised tensor"),
+        (broadcast, "is larger than what the file holds of it"),
+        (lambda w: w.to(torch.complex64), "holds torch.complex64"),
+    ],
+)
+def test_tensors_that_are_no_weights_are_refused_by_name(change, match, tmp_path):
+    case, weights = golden("flt_FLT")
+    name = "transformer.h.1.attn.c_q.weight"
+    with pytest.raises(CheckpointError, match=match) as caught:
+        from_official(weights | {name: change(weights[name])}, case)
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("said", [["n_layer"], "n_layer", 5])
+def test_arguments_of_another_type_are_refused(said, tmp_path):
+    torch.save({"model": golden("lf_base")[1], "model_args": said}, tmp_path / "ckpt.pt")
+    check_refused(tmp_path, tmp_path / "ckpt.pt", CheckpointError, f"holds model_args of type {type(said).__name__}")
+
+
+@pytest.mark.parametrize("kind", ["compressed", "overlapping"])
+def test_an_archive_that_unpacks_to_more_than_it_has_is_refused_before_it_is_read(kind, tmp_path, monkeypatch):
+    torch.save({"w": torch.zeros(999_999)}, tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / "stored.pt") as stored, zipfile.ZipFile(tmp_path / "model_000001.pt", "w") as bomb:
+        for entry in stored.infolist():
+            how = zipfile.ZIP_DEFLATED if kind == "compressed" else zipfile.ZIP_STORED
+            bomb.writestr(entry.filename, stored.read(entry), compress_type=how)
+        if kind == "overlapping":
+            twice = next(entry for entry in bomb.filelist if entry.file_size > 999_999)
+            bomb.filelist.append(twice)
+            bomb.NameToInfo["archive/data/1"] = twice
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was opened"))
+    check_refused(
+        tmp_path, tmp_path / "model_000001.pt", CheckpointError, "unpacks to .* bytes and has .* never compresses"
+    )
+
+
+def test_a_header_of_gigabytes_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((2**35).to_bytes(8, "little") + b"{}")
+    check_refused(tmp_path, tmp_path / "model.safetensors", CheckpointError, "is not a readable safetensors file")
+
+
+def test_no_error_advises_to_trust_a_hostile_pickle(tmp_path):
+    (tmp_path / "ckpt.pt").write_bytes(pickle.dumps({"model": os.system}))
+    with pytest.raises(CheckpointError, match="would execute code") as caught:
+        read_official(tmp_path / "ckpt.pt")
+    assert "weights_only" not in str(caught.value)

@@ -6,7 +6,6 @@ files name are answered by a plain stand-in. Nothing is left over: each tensor h
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -15,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from loopformers.errors import CheckpointError, ConfigError, LoopformersError, unknown_name
+from loopformers.errors import CheckpointError, ConfigError, LoopformersError, first_line, unknown_name
 from loopformers.model.config import LoopConfig
 from loopformers.model.modeling import LoopedForCausalLM
+from loopformers.model.official_files import LOOPFORMER_SYSTEMS, read_official
 from loopformers.model.tokenizer import open_tokenizer
 from loopformers.model.weight_files import check_finite
 
@@ -30,10 +28,6 @@ __all__ = ["convert_checkpoint", "from_official", "official_config", "read_offic
 Rules = Sequence[tuple[str, str | tuple[str, ...]]]
 
 FLT_SYSTEMS = {"LT": "lt", "LT_i": "lt-input", "LT_ia": "lt-query", "FLT_res": "flt-residual", "FLT": "flt"}
-LOOPFORMER_SYSTEMS = {"base": "base", "base_loop": "base-loop", "tmlt": "tmlt", "loopformer": "loopformer"}
-LOOPFORMER_FIELDS = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "intermediate_dim", "loops")
-"""Fields of the LoopFormer family's constructors that shape a model."""
-
 FLT_RULES: Rules = [
     (r"transformer\.wte\.weight", "model.embed_tokens.weight"),
     (r"lm_head\.weight", "lm_head.weight"),
@@ -66,6 +60,11 @@ LOOPFORMER_RULES: Rules = [
     (r"dt_embedder\.mlp\.(\d)\.(weight|bias)", r"model.conditioning.step_embedder.\1.\2"),
 ]
 
+MAX_COUNT = 2**31 - 1
+"""Larger than any size of any model; what lies above it is damaged or hostile."""
+
+MANY_LAYERS = 256
+
 WRAPPERS = re.compile(r"^(?:_orig_mod\.|module\.|model\.|gpt\.)+")
 """Prefixes that compilation, data parallelism and hub releases put before every name."""
 
@@ -85,8 +84,18 @@ def from_official(state_dict: Mapping[str, Tensor], case: Mapping[str, Any]) -> 
     """
     weights = _unwrap(state_dict)
     config = official_config(case, weights)
-    with torch.device("meta"):
-        model = LoopedForCausalLM(config)
+    if config.num_hidden_layers > max(len(weights), MANY_LAYERS):  # not even built, as that would take minutes
+        raise CheckpointError(
+            f"the case says n_layer={config.num_hidden_layers} and the checkpoint holds {len(weights)} tensors, fewer than one a "
+            "layer; give the case of this checkpoint"
+        )
+    try:
+        with torch.device("meta"):
+            model = LoopedForCausalLM(config)
+    except (RuntimeError, OverflowError) as error:  # a matrix of more bytes than can be counted
+        raise ConfigError(
+            f"the case describes a model that is too large to exist ({first_line(error)}); give the case of this checkpoint"
+        ) from error
     expected = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=True)}
     if config.tie_word_embeddings:
         weights = _untie_names(weights)
@@ -112,33 +121,8 @@ def official_config(case: Mapping[str, Any], weights: Mapping[str, Tensor]) -> L
         return _flt_config(case, weights) if _is_flt(case) else _loopformer_config(case, weights)
     except LoopformersError:
         raise
-    except (TypeError, ValueError, LookupError) as error:
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
         raise ConfigError(f"the case holds a field of another type than the official constructor's: {error}") from error
-
-
-def read_official(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read an official checkpoint: its parameters, and what it says of its constructor's fields.
-
-    Args:
-        path: FLT's `model_000123.pt`, or the folder that holds it and `meta_000123.json` (the newest is taken);
-            LoopFormer's `ckpt.pt`; a safetensors file, or a folder that holds one or several. Optimiser files are left
-            alone.
-
-    Raises:
-        CheckpointError: Missing, truncated or foreign file, or one that would execute code.
-    """
-    files = _find_weights(Path(path))
-    payload: dict[str, Any] = {}
-    for file in files:
-        payload |= _read_weights(file)
-    case: dict[str, Any] = {}
-    if "model" in payload and isinstance(payload["model"], Mapping):
-        case = {**dict(payload.get("model_args") or {}), **_kind_of(payload.get("config"))}
-        payload = dict(payload["model"])
-    case |= _read_case(files[0])
-    if not payload or not all(isinstance(value, Tensor) for value in payload.values()):
-        raise CheckpointError(f"{path} holds no state dict (names and tensors); give a checkpoint of FLT or LoopFormer")
-    return payload, case
 
 
 def convert_checkpoint(
@@ -205,37 +189,70 @@ def _field(case: Mapping[str, Any], *names: str) -> Any:
     raise ConfigError(f"the case lacks {names[0]!r}, a field of the official constructor; add it")
 
 
+def _whole(case: Mapping[str, Any], *names: str) -> int:
+    """Return a field that counts something.
+
+    Raises:
+        ConfigError: It is missing, no whole number, or larger than any model.
+    """
+    return _as_count(names[0], _field(case, *names))
+
+
+def _as_count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+        raise ConfigError(
+            f"the case holds a field of another type than the official constructor's: {name}={_shown(value)}; it must be a "
+            f"whole number from 1 to {MAX_COUNT:,}"
+        )
+    return value
+
+
+def _positive(case: Mapping[str, Any], name: str, default: float) -> float:
+    value = case.get(name) or default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_COUNT:
+        raise ConfigError(
+            f"the case holds {name}={_shown(value)}; it must be a number above 0 and at most {MAX_COUNT:,}"
+        )
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}.."
+
+
 def _flt_config(case: Mapping[str, Any], weights: Mapping[str, Tensor]) -> LoopConfig:
     system = case["model_type"]
-    if system not in FLT_SYSTEMS:
+    if not isinstance(system, str) or system not in FLT_SYSTEMS:
         raise ConfigError(unknown_name("model_type", system, FLT_SYSTEMS))
     loops = _field(case, "K", "loops")
-    vocab_size = int(_field(case, "vocab_size"))
+    vocab_size = _whole(case, "vocab_size")
     embedding = weights.get("transformer.wte.weight")
-    padded = int(case.get("padded_vocab_size") or (len(embedding) if embedding is not None else vocab_size))
+    rows = len(embedding) if embedding is not None and embedding.dim() else vocab_size
+    padded = _as_count("padded_vocab_size", case.get("padded_vocab_size") or rows)
     attention: dict[str, Any] = {}
     if case.get("attn_type", "full") == "mla":
-        attention["kv_lora_rank"] = int(_field(case, "kv_lora_rank"))
+        attention["kv_lora_rank"] = _whole(case, "kv_lora_rank")
     pattern = str(case.get("window_pattern") or "L").upper()
     if "S" in pattern:
         sizes = [int(size[0]) for size in case.get("window_sizes") or [] if int(size[0]) > 0]
         attention |= {
             "window_pattern": pattern,
-            "sliding_window": sizes[0] if sizes else int(_field(case, "sequence_len")) // 4,
+            "sliding_window": sizes[0] if sizes else _whole(case, "sequence_len") // 4,
         }
     return LoopConfig.from_preset(
         FLT_SYSTEMS[system],
         vocab_size=vocab_size,
         pad_vocab_size_multiple=_padding_multiple(vocab_size, padded),
-        hidden_size=int(_field(case, "n_embd")),
-        num_hidden_layers=int(_field(case, "n_layer")),
-        num_loops=int(max(loops) if isinstance(loops, Sequence) else loops),
-        num_attention_heads=int(_field(case, "n_head")),
-        num_key_value_heads=int(case.get("n_kv_head") or case["n_head"]),
-        max_position_embeddings=int(_field(case, "sequence_len")),
-        rope_theta=float(case.get("rope_base") or 10000),
+        hidden_size=_whole(case, "n_embd"),
+        num_hidden_layers=_whole(case, "n_layer"),
+        num_loops=_as_count("K", max(loops) if isinstance(loops, list | tuple) else loops),
+        num_attention_heads=_whole(case, "n_head"),
+        num_key_value_heads=_as_count("n_kv_head", case.get("n_kv_head") or case["n_head"]),
+        max_position_embeddings=_whole(case, "sequence_len"),
+        rope_theta=_positive(case, "rope_base", 10000),
         rope_table_dtype=case.get("rope_tables") or "bfloat16",
-        final_logit_softcapping=float(case.get("logit_softcap") or 15),
+        final_logit_softcapping=_positive(case, "logit_softcap", 15),
         **attention,
     )
 
@@ -251,7 +268,7 @@ def _padding_multiple(vocab_size: int, padded: int) -> int | None:
 
 def _loopformer_config(case: Mapping[str, Any], weights: Mapping[str, Tensor]) -> LoopConfig:
     kind = case["kind"]
-    if kind not in LOOPFORMER_SYSTEMS:
+    if not isinstance(kind, str) or kind not in LOOPFORMER_SYSTEMS:
         raise ConfigError(unknown_name("kind", kind, LOOPFORMER_SYSTEMS))
     if kind != "base" and case.get("loops") is None:
         raise ConfigError(
@@ -261,13 +278,13 @@ def _loopformer_config(case: Mapping[str, Any], weights: Mapping[str, Tensor]) -
     intermediate = case.get("intermediate_dim") or case.get("intermediate_size") or (None if up is None else len(up))
     return LoopConfig.from_preset(
         LOOPFORMER_SYSTEMS[kind],
-        vocab_size=int(_field(case, "vocab_size")),
-        hidden_size=int(_field(case, "n_embd")),
-        intermediate_size=int(_field({"intermediate_dim": intermediate}, "intermediate_dim")),
-        num_hidden_layers=int(_field(case, "n_layer")),
-        num_loops=1 if kind == "base" else int(case["loops"]),
-        num_attention_heads=int(_field(case, "n_head")),
-        max_position_embeddings=int(_field(case, "block_size")),
+        vocab_size=_whole(case, "vocab_size"),
+        hidden_size=_whole(case, "n_embd"),
+        intermediate_size=_whole({"intermediate_dim": intermediate}, "intermediate_dim"),
+        num_hidden_layers=_whole(case, "n_layer"),
+        num_loops=1 if kind == "base" else _whole(case, "loops"),
+        num_attention_heads=_whole(case, "n_head"),
+        max_position_embeddings=_whole(case, "block_size"),
         modulation_init="normal",
     )
 
@@ -305,6 +322,7 @@ def _rename(theirs: Mapping[str, Tensor], rules: Rules, expected: Mapping[str, t
             raise CheckpointError(
                 f"{name!r} maps to {', '.join(unknown) or 'no parameter'} of this model; is the case of another system or size?"
             )
+        _check_tensor(name, tensor)
         if tensor.dim() == 0 or len(tensor) % len(targets):
             raise CheckpointError(f"{name!r} of shape {tuple(tensor.shape)} does not split into {len(targets)} parts")
         for target, part in zip(targets, tensor.chunk(len(targets)), strict=True):
@@ -318,86 +336,28 @@ def _rename(theirs: Mapping[str, Tensor], rules: Rules, expected: Mapping[str, t
     return ours
 
 
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    """Check that a tensor is what weights are: dense, of floating point, finite, and no larger than its storage."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(
+            f"{name!r} is a sparse or quantised tensor, and weights are dense; save it as a dense one"
+        )
+    if not tensor.is_floating_point():
+        raise CheckpointError(f"{name!r} holds {tensor.dtype}, and weights are floating point; give the original file")
+    if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise CheckpointError(
+            f"{name!r} of shape {tuple(tensor.shape)} is larger than what the file holds of it; give the original file"
+        )
+    numbers = tensor if tensor.itemsize > 1 else tensor.to(torch.float32)  # eight bits know no isfinite
+    if not numbers.isfinite().all():
+        raise CheckpointError(
+            f"{name!r} holds values that are not finite, and the model would compute NaN; give an earlier checkpoint"
+        )
+
+
 def _targets(name: str, rules: Rules) -> list[tuple[re.Match[str], str]]:
     found = []
     for pattern, target in rules:
         if match := re.fullmatch(pattern, name):
             found += [(match, part) for part in ((target,) if isinstance(target, str) else target)]
     return found
-
-
-# -- files -------------------------------------------------------------------------------------------------------
-
-
-def _find_weights(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise CheckpointError(f"{path} does not exist; give a checkpoint file or the folder that holds it")
-    for pattern in ("model_*.pt", "ckpt.pt"):
-        if found := sorted(path.glob(pattern)):
-            return found[-1:]
-    if shards := sorted(path.glob("*.safetensors")):
-        return shards
-    raise CheckpointError(f"{path} holds neither model_*.pt, ckpt.pt nor *.safetensors; give the checkpoint file")
-
-
-def _read_weights(file: Path) -> dict[str, Any]:
-    if file.suffix == ".safetensors":
-        try:
-            return dict(load_file(file))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} is no readable safetensors file, perhaps truncated: {error}") from error
-    stand_ins: list[Any] = [
-        (type("GPTConfig", (_StandIn,), {"official_kind": kind}), f"models.{kind}.GPTConfig")
-        for kind in LOOPFORMER_SYSTEMS
-    ]
-    try:
-        with torch.serialization.safe_globals(stand_ins):
-            payload = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a truncated or hostile pickle raises anything
-        raise CheckpointError(
-            f"{file} cannot be opened as plain weights, so it is truncated, foreign, or would execute code: {error}"
-        ) from error
-    if not isinstance(payload, Mapping):
-        raise CheckpointError(f"{file} holds a {type(payload).__name__}, not a state dict")
-    return dict(payload)
-
-
-class _StandIn:
-    """Takes the place of a configuration class that a checkpoint names: it holds fields and does nothing."""
-
-    official_kind = ""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.__dict__.update(kwargs)
-
-
-def _kind_of(config: Any) -> dict[str, Any]:
-    if not isinstance(config, _StandIn):
-        return {}
-    fields = {name: value for name, value in vars(config).items() if value is not None and not callable(value)}
-    return {**fields, "kind": config.official_kind}
-
-
-def _read_case(file: Path) -> dict[str, Any]:
-    """Read the constructor's fields from the JSON file beside the weights, where there is one.
-
-    FLT: `model_config` of the meta_*.json of the same step. Hub releases: the fields in config.json that are ours to know.
-    """
-    if step := re.fullmatch(r"model_(\d+)\.pt", file.name):
-        description = file.with_name(f"meta_{step[1]}.json")
-    elif file.suffix == ".safetensors":
-        description = file.with_name("config.json")
-    else:
-        return {}
-    if not description.exists():
-        return {}
-    try:
-        fields = json.loads(description.read_text())
-        if step:
-            return dict(fields["model_config"])
-        kind = {"kind": fields["model_type"]} if fields.get("model_type") in LOOPFORMER_SYSTEMS else {}
-        return kind | {name: fields[name] for name in LOOPFORMER_FIELDS if fields.get(name) is not None}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{description} is no readable description of {file.name}: {error!r}") from error
