@@ -140,7 +140,8 @@ def test_bad_input_ends_with_code_2_and_a_reason(
 def test_other_processes_leave_the_talking_to_the_first(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     assert main(["train", "--config", "my.yaml", "--data.seq_len", "1"]) == 2
     assert capsys.readouterr() == ("", "")
 

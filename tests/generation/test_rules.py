@@ -93,7 +93,7 @@ def test_a_rule_is_written_as_it_is_read(text):
         ("kl", "'' is no number that it takes; write for example kl:5e-4"),
         ("kl:x", "'x' is no number"),
         ("kl:-1", "threshold=-1.0 of exit rule 'kl' must be a number of at least 0"),
-        ("state:nan", "threshold=nan"),
+        ("state:nan", "a threshold of nan"),
         ("argmax:1.5", "'1.5' is no number that it takes; write for example argmax:2"),
         ("argmax:0", "patience=0 must be a whole number of at least 1"),
         ("", "exit rule='' is not known"),

@@ -199,7 +199,9 @@ def test_truncated_files_are_refused(kept, tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     content = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[:kept])
-    check_refused(tmp_path, tmp_path / "model.safetensors", CheckpointError, "not a readable safetensors file.*truncated")
+    check_refused(
+        tmp_path, tmp_path / "model.safetensors", CheckpointError, "not a readable safetensors file.*truncated"
+    )
 
 
 def test_foreign_files_and_folders_are_refused(tmp_path):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from loopformers.errors import ConfigError
+from loopformers.cli.console import print_note
+from loopformers.errors import ConfigError, NonFiniteError
 from loopformers.schedule import Schedule
 
 if TYPE_CHECKING:
     from loopformers.model.config import LoopConfig
 
-__all__ = ["add_budget_arguments", "parse_budgets"]
+__all__ = ["add_budget_arguments", "check_finite", "parse_budgets"]
 
 
 def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +30,27 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
         help="a schedule: uniform:4, coarse-first:4, fine-first:4, or step sizes such as 1/2,1/4,1/4; give it several times "
         "for several; unequal steps need a model that is conditioned on time",
     )
+
+
+def check_finite(label: str, losses: Mapping[str, float]) -> None:
+    """Say which runs of a model gave no loss; a table would only show dashes.
+
+    Args:
+        label: The model, for the reader.
+        losses: By schedule, in nats.
+
+    Raises:
+        NonFiniteError: No run gave one.
+    """
+    broken = [schedule for schedule, loss in losses.items() if not math.isfinite(loss)]
+    if not broken:
+        return
+    if len(broken) == len(losses):
+        raise NonFiniteError(
+            f"{label} gives a loss that is not finite at every number of loops asked for ({losses[broken[0]]}): its weights are "
+            "damaged, or its states overflow; give fewer loops, or an earlier checkpoint"
+        )
+    print_note(f"warning: {label} gives a loss that is not finite at {', '.join(broken)}: its states overflow there")
 
 
 def parse_budgets(

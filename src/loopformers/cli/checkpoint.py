@@ -56,13 +56,14 @@ def load_model(folder: str) -> LoopedForCausalLM:
 
     Raises:
         CheckpointError: See `load_config`; or weights that are missing, truncated, or of another shape.
+        NonFiniteError: A weight is not finite.
     """
     config = load_config(folder)
     if not any((Path(folder) / name).exists() for name in WEIGHTS):
         raise CheckpointError(f"{folder} holds no {WEIGHTS[0]}; copy the weights there, or save the model again")
     from loopformers.model.modeling import LoopedForCausalLM
     from loopformers.model.quiet import quiet_transformers
-    from loopformers.model.weight_index import check_weight_index
+    from loopformers.model.weights import check_weight_index, check_weights_finite
 
     check_weight_index(folder)
     with quiet_transformers():
@@ -75,6 +76,7 @@ def load_model(folder: str) -> LoopedForCausalLM:
                 f"the weights in {folder} do not fit its config.json: {len(names)} {kind.replace('_', ' ')}, the first "
                 f"{names[0]}; save the model again with its own configuration"
             )
+    check_weights_finite(model, folder)
     loaded: LoopedForCausalLM = model.eval()
     return loaded
 

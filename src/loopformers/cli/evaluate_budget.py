@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopformers.cli.budgets import add_budget_arguments, parse_budgets
+from loopformers.cli.budgets import add_budget_arguments, check_finite, parse_budgets
 from loopformers.cli.console import json_text, print_json, print_note, print_table
 from loopformers.cli.progress import progress_bar
 from loopformers.cli.text import TASK, add_text_arguments, check_results_folder, label_models, read_scored_text
@@ -127,6 +127,7 @@ def _score(
             bytes_per_token=text.bytes_per_token,
             on_batch=advance,
         )
+    check_finite(label, {score.schedule: score.loss for score in scores})
     times: list[RunTime | None] = [None for _ in runs]
     if not arguments.no_time:
         repeats = 3

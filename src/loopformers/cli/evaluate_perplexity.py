@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from loopformers.cli.budgets import add_budget_arguments, parse_budgets
+from loopformers.cli.budgets import add_budget_arguments, check_finite, parse_budgets
 from loopformers.cli.console import print_json, print_table
 from loopformers.cli.parser import count
 from loopformers.cli.progress import progress_bar
@@ -105,6 +105,7 @@ def _score(arguments: argparse.Namespace, folder: str, label: str, text: str) ->
         results = evaluate_perplexity(
             model, windows, num_bytes, runs=runs, batch_size=arguments.batch_size, on_batch=advance
         )
+    check_finite(label, {result.schedule or "its only run": result.loss for result in results})
     return {
         "context": context,
         "stride": stride,

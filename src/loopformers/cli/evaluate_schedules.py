@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loopformers.cli.budgets import check_finite
 from loopformers.cli.console import json_text, print_heading, print_json, print_note, print_table
 from loopformers.cli.parser import count, seed
 from loopformers.cli.progress import progress_bar
@@ -84,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
             batch_size=arguments.batch_size,
             on_batch=advance,
         )
+    check_finite(arguments.model, {score.schedule: score.loss for score in search.scores})
     best = search.best if arguments.rank_by == "loss" else search.most_accurate
     result = {
         "model": arguments.model,

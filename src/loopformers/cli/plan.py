@@ -70,6 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     _check(arguments)
+    from loopformers.training.launcher import check_launcher
+
+    check_launcher()
     recipes, fields = split_arguments(arguments.overrides)
     configs = [*recipes, *arguments.config]
     if not configs and not fields:

@@ -69,12 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
         0, or 130 after Ctrl-C.
     """
     from loopformers.training import recipe_file
+    from loopformers.training.launcher import check_launcher
 
     if arguments.list:
         return _list_recipes(as_json=arguments.json)
     if arguments.fields:
         return _list_fields(as_json=arguments.json)
-    is_main = int(os.environ.get("RANK", "0")) == 0
+    is_main = check_launcher() == 0
     try:
         configs = arguments.config or _config_of_environment()
         if not configs and not arguments.print_config:

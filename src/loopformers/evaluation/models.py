@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 
-from loopformers.errors import CheckpointError, ConfigError, LoopformersError, NonFiniteError, first_line
+from loopformers.errors import CheckpointError, ConfigError, LoopformersError, first_line
 from loopformers.evaluation.gguf import check_gguf
 from loopformers.model.config import LoopConfig
 from loopformers.model.quiet import quiet_transformers
 from loopformers.model.tokenizer import open_tokenizer, vocabulary_size
-from loopformers.model.weight_index import check_weight_index
+from loopformers.model.weights import check_weight_index, check_weights_finite
 from loopformers.readers import read_json
 
 __all__ = [
     "check_tokenizer",
-    "check_weights_finite",
     "is_looped",
     "load_any_model",
     "looped_config",
@@ -145,20 +144,6 @@ def training_flops(folder: str) -> float | None:
     if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < 1e300:
         return None
     return float(flops)
-
-
-def check_weights_finite(model: Any, name: str) -> None:
-    """Check that every weight is a number.
-
-    Raises:
-        NonFiniteError: One is not; names the tensor.
-    """
-    for key, tensor in model.named_parameters():
-        if tensor.is_floating_point() and not tensor.is_meta and not tensor.isfinite().all():
-            raise NonFiniteError(
-                f"{name} holds weights that are not finite ({key}), and everything that it computes would be NaN; the file is "
-                "damaged, or training diverged: give an earlier checkpoint"
-            )
 
 
 def _device(name: str | None) -> torch.device:

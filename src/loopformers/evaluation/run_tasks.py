@@ -16,7 +16,7 @@ from typing import Any
 
 import lm_eval.evaluator
 
-from loopformers.errors import ConfigError
+from loopformers.errors import ConfigError, DataError, LoopformersError, first_line
 from loopformers.evaluation.harness import LoopformersLM
 from loopformers.evaluation.models import is_looped, model_hash
 from loopformers.evaluation.results import COST_SEQ_LEN, ModelInfo, Protocol, Results, Score
@@ -125,14 +125,24 @@ def prepare_task(
         chat_template: Whether prompts will be put in each model's chat template.
 
     Raises:
-        DataError: Its questions are nowhere.
+        DataError: Its questions are nowhere, there are none, or they are of another schema.
     """
     task, source = load_task(choice, sources)
     if num_fewshot is not None:
         task.set_config(key="num_fewshot", value=num_fewshot)
     task.set_fewshot_seed(seed=seed)
-    with quiet_harness():
-        task.build_all_requests(limit=limit)
+    try:
+        with quiet_harness():
+            task.build_all_requests(limit=limit)
+    except LoopformersError:
+        raise
+    except Exception as error:  # the templates of a task do anything with its rows
+        raise DataError(
+            f"the questions of {choice.name} from {source} do not fit the task's templates ({first_line(error)}); give rows in "
+            "the schema of the set that the harness's task names"
+        ) from error
+    if not task.instances:
+        raise DataError(f"{source} holds no question of {choice.name}; give a source that has some")
     prompts = [_plain(instance.args) for instance in task.instances]
     definition = {name: value for name, value in task.dump_config().items() if name in DEFINITION}
     protocol = Protocol(

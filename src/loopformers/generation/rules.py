@@ -231,5 +231,10 @@ def parse_exit_rule(text: str) -> ExitRule:
         raise ConfigError(
             f"exit rule {text!r}: {value!r} is no number that it takes; write for example {example}"
         ) from error
+    if not math.isfinite(number):
+        raise ConfigError(
+            f"exit rule {text!r}: a threshold of {value} lets every token leave after the first loop or none; give a finite "
+            f"one, such as {name}:5e-4"
+        )
     rule: ExitRule = EXIT_RULES[name](number)
     return rule
