@@ -172,6 +172,13 @@ def test_closed_stdin_and_stderr_are_no_obstacle_and_no_file_takes_their_place(t
     assert (tmp_path / "f").read_text() == ""
 
 
+def test_python_without_docstrings_is_refused_by_name() -> None:
+    result = process("print('worked')", PYTHONOPTIMIZE="2")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: Python runs with PYTHONOPTIMIZE=2 (-OO), which strips the docstrings")
+    assert process("print('worked')", PYTHONOPTIMIZE="1").stdout == "worked\n"
+
+
 def test_a_full_disk_below_stdout_is_named() -> None:
     result = process("print('x' * 10)", "> /dev/full", PYTHONUNBUFFERED="")
     assert result.returncode == 2

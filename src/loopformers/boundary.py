@@ -93,6 +93,10 @@ def run_command(command: Callable[[], int | None]) -> int:
     """
     try:
         _prepare_streams()
+        if sys.flags.optimize > 1:
+            raise ConfigError(
+                "Python runs with PYTHONOPTIMIZE=2 (-OO), which strips the docstrings that transformers reads; unset it, or set 1"
+            )
         code = command() or SUCCESS
         _flush_stdout()  # here a full disk, or a reader that has gone, is still noticed
         return code

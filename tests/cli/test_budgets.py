@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 import pytest
 
-from loopformers.cli.budgets import add_budget_arguments, parse_budgets
-from loopformers.errors import ConfigError
+from loopformers.cli.budgets import add_budget_arguments, check_finite, parse_budgets
+from loopformers.errors import ConfigError, NonFiniteError
 from loopformers.schedule import Schedule
 from loopformers.testing import tiny_config
 
@@ -55,3 +56,15 @@ def test_loops_and_schedules_exclude_each_other(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         parser.parse_args(["--num-loops", "2", "--schedule", "uniform:2"])
     assert "not allowed with" in capsys.readouterr().err
+
+
+def test_losses_that_are_not_finite_are_named_and_never_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+    check_finite("lt", {"1/1": 2.5, "1/2,1/2": 3.5})
+    assert capsys.readouterr() == ("", "")
+    check_finite("lt", {"1/1": 2.5, "1/2,1/2": math.nan, "1/3,1/3,1/3": math.inf})
+    said = "warning: lt gives a loss that is not finite at 1/2,1/2, 1/3,1/3,1/3: its states overflow there\n"
+    assert capsys.readouterr() == ("", said)
+    with pytest.raises(
+        NonFiniteError, match=r"lt gives a loss that is not finite at every number of loops asked for \(1/1\)"
+    ):
+        check_finite("lt", {"1/1": math.nan})

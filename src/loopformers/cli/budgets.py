@@ -47,7 +47,7 @@ def check_finite(label: str, losses: Mapping[str, float]) -> None:
         return
     if len(broken) == len(losses):
         raise NonFiniteError(
-            f"{label} gives a loss that is not finite at every number of loops asked for ({losses[broken[0]]}): its weights are "
+            f"{label} gives a loss that is not finite at every number of loops asked for ({', '.join(broken)}): its weights are "
             "damaged, or its states overflow; give fewer loops, or an earlier checkpoint"
         )
     print_note(f"warning: {label} gives a loss that is not finite at {', '.join(broken)}: its states overflow there")

@@ -121,7 +121,9 @@ def _read(what: str, read: Callable[[], datasets.Dataset]) -> datasets.Dataset:
     try:
         return read()
     except Exception as error:  # a damaged file makes datasets raise anything
-        raise DataError(f"{what} holds no questions that can be read ({first_line(error)}); its rows must have the same fields") from error
+        raise DataError(
+            f"{what} holds no questions that can be read ({first_line(error)}); its rows must be alike"
+        ) from error
 
 
 def _missing(task: str, sources: Sequence[str]) -> str:
