@@ -138,11 +138,14 @@ def test_without_the_package_its_name_is_told(monkeypatch):
         local_splits("piqa", ["package"])
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{"])
-def test_a_file_without_questions_is_refused(content, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("", " holds no questions"), ("[1]", ", line 1 holds list"), ("{", ", line 1 is not readable")],
+)
+def test_a_file_without_questions_is_refused(content, text, tmp_path):
     (tmp_path / "piqa").mkdir()
     (tmp_path / "piqa" / "validation.jsonl").write_text(content, encoding="utf-8")
-    with pytest.raises(DataError, match=r"validation\.jsonl holds no questions"):
+    with pytest.raises(DataError, match=r"validation\.jsonl" + text):
         local_splits("piqa", [str(tmp_path)])
 
 

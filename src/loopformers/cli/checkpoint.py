@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopformers.errors import CheckpointError
+from loopformers.errors import CheckpointError, LoopformersError, first_line
 from loopformers.readers import read_json
 
 if TYPE_CHECKING:
@@ -48,7 +50,21 @@ def load_config(folder: str) -> LoopConfig:
             f"{file} does not say num_loops, the number of loops that the model was trained with, on which budgets and "
             "schedules rest; add it there, or save the model again"
         )
-    return LoopConfig.from_pretrained(folder, local_files_only=True)
+    with _blaming(file):
+        return LoopConfig.from_pretrained(folder, local_files_only=True)
+
+
+@contextlib.contextmanager
+def _blaming(file: Path) -> Iterator[None]:
+    """Turn what transformers raises on a field of a wrong type, which may be anything, into an error of ours."""
+    try:
+        yield
+    except (LoopformersError, OSError, MemoryError):
+        raise
+    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, ImportError) as error:
+        raise CheckpointError(
+            f"{file} holds a field that does not work ({first_line(error)}); save the model again, or copy the file anew"
+        ) from error
 
 
 def load_model(folder: str) -> LoopedForCausalLM:
@@ -66,7 +82,7 @@ def load_model(folder: str) -> LoopedForCausalLM:
     from loopformers.model.weights import check_weight_index, check_weights_finite
 
     check_weight_index(folder)
-    with quiet_transformers():
+    with quiet_transformers(), _blaming(Path(folder) / "config.json"):
         model, report = LoopedForCausalLM.from_pretrained(
             folder, config=config, local_files_only=True, dtype="auto", output_loading_info=True
         )

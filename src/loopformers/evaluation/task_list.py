@@ -17,7 +17,7 @@ import lm_eval.tasks
 import yaml
 from lm_eval.tasks import TaskManager
 
-from loopformers.errors import ConfigError, DataError, unknown_name
+from loopformers.errors import ConfigError, DataError, first_line, unknown_name
 from loopformers.evaluation.task_data import HUB, local_splits
 
 __all__ = ["GROUPS_DIR", "TaskChoice", "choose_tasks", "groups", "load_task", "quiet_harness", "usual_metrics"]
@@ -106,6 +106,8 @@ def load_task(choice: TaskChoice, sources: Sequence[str] = (HUB,)) -> tuple[Any,
             # A bare spec would be a task of its own; as the member of a group it overrides the harness's.
             loaded = _manager_of(choice.name).load([{"group": "chosen", "task": [spec]}])["tasks"]
         except (OSError, ValueError, ImportError, KeyError) as error:
+            if splits is not None and isinstance(error, KeyError):
+                raise  # its rows are there, and are of another schema: `prepare_task` says so
             raise DataError(_cannot_load(choice.name, error)) from error
     ((_, task),) = loaded.items()
     if task.config.num_fewshot is None:
@@ -164,9 +166,8 @@ def _all() -> TaskManager:
 
 def _cannot_load(task: str, error: Exception) -> str:
     offline = "1" in (os.environ.get("HF_HUB_OFFLINE"), os.environ.get("HF_DATASETS_OFFLINE"))
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     where = "and this process is offline" if offline else "from where the harness looks for it"
-    return f"the questions of {task} do not load {where}: {reason}. {_provider(task)}"
+    return f"the questions of {task} do not load {where}: {first_line(error)}. {_provider(task)}"
 
 
 def _provider(task: str) -> str:
