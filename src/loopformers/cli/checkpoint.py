@@ -71,15 +71,14 @@ def load_model(folder: str) -> LoopedForCausalLM:
     """Return the model of a checkpoint in evaluation mode, in the precision that it was saved in.
 
     Raises:
-        CheckpointError: See `load_config`; or weights that are missing, truncated, or of another shape.
-        NonFiniteError: A weight is not finite.
+        CheckpointError: See `load_config`; or weights that are missing, truncated, not finite, or of another shape.
     """
     config = load_config(folder)
     if not any((Path(folder) / name).exists() for name in WEIGHTS):
         raise CheckpointError(f"{folder} holds no {WEIGHTS[0]}; copy the weights there, or save the model again")
     from loopformers.model.modeling import LoopedForCausalLM
     from loopformers.model.quiet import quiet_transformers
-    from loopformers.model.weights import check_weight_index, check_weights_finite
+    from loopformers.model.weight_files import check_weight_index
 
     check_weight_index(folder)
     with quiet_transformers(), _blaming(Path(folder) / "config.json"):
@@ -92,7 +91,6 @@ def load_model(folder: str) -> LoopedForCausalLM:
                 f"the weights in {folder} do not fit its config.json: {len(names)} {kind.replace('_', ' ')}, the first "
                 f"{names[0]}; save the model again with its own configuration"
             )
-    check_weights_finite(model, folder)
     loaded: LoopedForCausalLM = model.eval()
     return loaded
 

@@ -14,7 +14,7 @@ from loopformers.evaluation.gguf import check_gguf
 from loopformers.model.config import LoopConfig
 from loopformers.model.quiet import quiet_transformers
 from loopformers.model.tokenizer import open_tokenizer, vocabulary_size
-from loopformers.model.weights import check_weight_index, check_weights_finite
+from loopformers.model.weight_files import check_finite, check_weight_index
 from loopformers.readers import read_json
 
 __all__ = [
@@ -61,8 +61,8 @@ def load_any_model(
         dtype: Such as `float32`; `auto`: as the weights were saved.
 
     Raises:
-        CheckpointError: Nothing of this name can be opened, it needs code of its own, or it has no tokenizer.
-        NonFiniteError: A weight is not finite.
+        CheckpointError: Nothing of this name can be opened, it needs code of its own, a weight is not finite, or it has no
+            tokenizer.
         ConfigError: An unknown dtype or device, or a tokenizer that is not the model's.
     """
     from transformers import AutoModelForCausalLM
@@ -87,7 +87,7 @@ def load_any_model(
             raise
         except Exception as error:  # a damaged or hostile file makes transformers raise anything
             raise CheckpointError(_cannot_open(name, error)) from error
-    check_weights_finite(model, name)
+    check_finite(name, model)
     gguf_file = path.name if is_gguf and tokenizer is None else None
     opened = open_tokenizer(tokenizer or source, gguf_file=gguf_file, remedy="name one with --tokenizer")
     check_tokenizer(model, opened, name)

@@ -17,10 +17,12 @@ from transformers.utils.hub import cached_file
 from loopformers.errors import CheckpointError
 from loopformers.readers import read_json
 
-__all__ = ["StoredTensor", "check_file_name", "check_finite", "check_floating", "stored_tensors"]
+__all__ = ["StoredTensor", "check_file_name", "check_finite", "check_floating", "check_weight_index", "stored_tensors"]
 
 FLOATING = ("F", "BF")
 """How safetensors' names of floating point types begin."""
+
+INDEX_REMEDY = "copy the index and the files that it names again"
 
 WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 """Arguments of from_pretrained that say where files lie."""
@@ -106,6 +108,18 @@ def check_finite(source: object, model: nn.Module) -> None:
                 )
 
 
+def check_weight_index(folder: str | os.PathLike[str]) -> None:
+    """Check the index of a folder's weights, where it has one: it names files of this folder, and they are there.
+
+    Raises:
+        CheckpointError: It is not readable, maps no tensors to files, or names a file elsewhere or one that is missing.
+    """
+    index = Path(folder) / SAFE_WEIGHTS_INDEX_NAME
+    for shard in _shards(index) if index.exists() else ():
+        if not shard.is_file():
+            raise CheckpointError(f"{index} names {shard.name}, which is missing; {INDEX_REMEDY}")
+
+
 def check_file_name(variant: Any) -> None:
     """Raise CheckpointError unless a variant is a plain part of a file name."""
     if variant is not None and (not isinstance(variant, str) or os.sep in variant or not variant):
@@ -134,10 +148,17 @@ def _files(source: str | os.PathLike[str], variant: str | None, where: dict[str,
         return [Path(single)]
     if (index := find(SAFE_WEIGHTS_INDEX_NAME)) is None:
         return []
-    content: Any = read_json(index).get("weight_map")
-    if not isinstance(content, dict) or not all(isinstance(shard, str) for shard in content.values()):
-        raise CheckpointError(f"{index} must map names of tensors to names of files under 'weight_map'")
-    shards = {name: Path(index).parent / name for name in sorted(set(content.values()))}
-    if foreign := [name for name in shards if Path(name).name != name]:
-        raise CheckpointError(f"{index} names {foreign[0]!r}, and weights lie beside their index")
-    return [shard for shard in shards.values() if shard.exists()]
+    return [shard for shard in _shards(Path(index)) if shard.exists()]
+
+
+def _shards(index: Path) -> list[Path]:
+    """Return the files that the index of a sharded checkpoint names; none lies outside its folder."""
+    files: Any = read_json(index, remedy=INDEX_REMEDY).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{index} has no weight_map, which says where each tensor is; {INDEX_REMEDY}")
+    for tensor, file in files.items():
+        if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index} places {tensor} in {file!r}, which is not a safetensors file of this folder; {INDEX_REMEDY}"
+            )
+    return [index.parent / file for file in sorted(set(files.values()))]
