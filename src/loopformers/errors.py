@@ -12,12 +12,14 @@ from collections.abc import Iterable
 __all__ = [
     "CacheError",
     "CheckpointError",
+    "CheckpointWarning",
     "ConfigError",
     "DataError",
     "ExitWarning",
     "LoopformersError",
     "MissingExtraError",
     "NonFiniteError",
+    "WriteError",
     "check_count",
     "first_line",
     "unknown_name",
@@ -34,6 +36,17 @@ class ConfigError(LoopformersError, ValueError):
 
 class CheckpointError(LoopformersError, ValueError):
     """A checkpoint is truncated, foreign, or does not fit the model."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint is passed over in favour of an earlier one, or is continued without having been verified."""
+
+
+class WriteError(LoopformersError, OSError):
+    """A file could not be written: no space, no permission, or its folder has been removed."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
 
 
 class CacheError(LoopformersError, RuntimeError):
