@@ -143,8 +143,11 @@ def sweep(folder: str | os.PathLike[str]) -> None:
                 path.unlink(missing_ok=True)
         journal = place / JOURNAL
         if journal.exists():
-            for name in _journal_names(journal):
-                (place / name).unlink(missing_ok=True)
+            files = [place / name for name in _journal_names(journal)]
+            is_whole = bool(files) and files[-1].is_file()
+            for path in files if not is_whole else ():
+                if path.is_file() or path.is_symlink():
+                    path.unlink()
             journal.unlink()
 
 
@@ -153,7 +156,7 @@ def write_together(folder: str | os.PathLike[str], files: Mapping[str, str | byt
 
     Args:
         folder: Owned by this process.
-        files: Contents by name, in the order of writing.
+        files: Contents by name, in the order of writing; once the last one is there, the result is whole.
 
     Raises:
         WriteError: One cannot be written; none is left.
@@ -235,6 +238,9 @@ def _release(held: _Held | None) -> None:
 def _make(place: Path) -> list[Path]:
     """Make a folder and those above it; return the new ones, the deepest first."""
     missing = [path for path in (place, *place.parents) if not path.exists()]
+    there = missing[-1].parent if missing else place
+    if not there.is_dir():
+        raise ConfigError(f"{str(there)!r} is a file; give a folder")
     place.mkdir(parents=True, exist_ok=True)
     return missing
 
