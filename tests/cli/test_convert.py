@@ -88,8 +88,15 @@ def test_an_existing_folder_is_replaced_only_on_demand(
     assert convert(*arguments) == 2
     assert "exists already" in capsys.readouterr().err
     assert [file.name for file in out.iterdir()] == ["precious"]
-    assert convert(*arguments, "--overwrite") == 0
-    assert not (out / "precious").exists()
+    assert convert(*arguments, "--overwrite") == 2
+    assert "is no model's folder (it has no config.json), and is not replaced" in capsys.readouterr().err
+    (out / "precious").unlink()
+    out.rmdir()
+    assert convert(*arguments) == convert(*arguments, "--overwrite") == 0
+    (out / "notes").mkdir()
+    assert convert(*arguments, "--overwrite") == 2
+    assert "holds 'notes', which no conversion writes" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == [case_file, loopformer_file, out]
 
 
 @pytest.mark.parametrize(

@@ -313,17 +313,17 @@ def test_an_unreadable_description_is_refused(content, tmp_path):
 
 def test_an_existing_destination_is_kept_unless_it_is_to_be_replaced(tmp_path):
     write_flt(tmp_path / "official")
-    (tmp_path / "ours").mkdir()
-    (tmp_path / "ours" / "precious").write_text("kept")
+    convert_checkpoint(tmp_path / "official", tmp_path / "ours")
+    weights = tmp_path / "ours" / "model.safetensors"
+    before = weights.stat().st_ino
     with pytest.raises(CheckpointError, match="ours exists already; choose another folder, or overwrite it"):
         convert_checkpoint(tmp_path / "official", tmp_path / "ours")
     (tmp_path / "official" / "meta_000120.json").unlink()
     with pytest.raises(ConfigError):
         convert_checkpoint(tmp_path / "official", tmp_path / "ours", overwrite=True)
-    assert (tmp_path / "ours" / "precious").read_text() == "kept"
+    assert weights.stat().st_ino == before
     convert_checkpoint(tmp_path / "official", tmp_path / "ours", overwrite=True, case=golden("flt_FLT")[0])
-    assert not (tmp_path / "ours" / "precious").exists()
-    assert (tmp_path / "ours" / "model.safetensors").exists()
+    assert weights.stat().st_ino != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["official", "ours"]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from loopformers.cli.console import print_heading, print_json, print_note
 from loopformers.cli.parser import count
-from loopformers.errors import ConfigError
+from loopformers.cli.progress import warnings_as_notes
+from loopformers.errors import CheckpointWarning, ConfigError
 from loopformers.readers import read_json
 
 __all__ = ["add_arguments", "run"]
@@ -39,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-loops", type=count(), metavar="T", help="loops it was trained with; LoopFormer's files do not say"
     )
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of a tokenizer to put beside the weights")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace OUT if it is a model that holds no other files"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -49,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     from loopformers.model.convert import convert_checkpoint
     from loopformers.model.quiet import quiet_transformers
 
-    with quiet_transformers():
+    with quiet_transformers(), warnings_as_notes(CheckpointWarning, print_note):
         config = convert_checkpoint(
             arguments.official,
             arguments.output,

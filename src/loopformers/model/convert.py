@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from loopformers.errors import CheckpointError, ConfigError, LoopformersError, first_line, unknown_name
+from loopformers.files import writing
 from loopformers.model.config import LoopConfig
 from loopformers.model.modeling import LoopedForCausalLM
 from loopformers.model.official_files import LOOPFORMER_SYSTEMS, read_official
+from loopformers.model.replacing import replaced_folder
 from loopformers.model.tokenizer import open_tokenizer
 from loopformers.model.weight_files import check_finite
 
@@ -142,29 +143,25 @@ def convert_checkpoint(
         case: Constructor's fields that the checkpoint does not say, or says wrong.
         num_loops: T, where neither the checkpoint nor the case says it (LoopFormer's files do not).
         tokenizer: Folder of a tokenizer to put beside the weights.
-        overwrite: Replace an existing destination.
+        overwrite: Replace a model that is there; nothing else is ever replaced.
 
     Raises:
-        CheckpointError: See `read_official` and `from_official`; or the destination exists.
-        ConfigError: A field is missing or illegal.
+        CheckpointError: See `read_official` and `from_official`; or the destination exists and may not be replaced.
+        ConfigError: A field is missing or illegal, or another process is writing there.
+        WriteError: The destination cannot be written.
     """
-    target = Path(destination)
-    if target.exists() and not overwrite:
-        raise CheckpointError(f"{target} exists already; choose another folder, or overwrite it explicitly")
-    state_dict, said = read_official(source)
-    fields = {**said, **(case or {})}
-    if num_loops is not None:
-        fields["K" if _is_flt(fields) else "loops"] = num_loops
-    model = from_official(state_dict, fields)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
-        aside = Path(scratch) / "converted"
-        model.save_pretrained(aside)
+    with replaced_folder(destination, source, overwrite=overwrite) as aside:
+        state_dict, said = read_official(source)
+        fields = {**said, **(case or {})}
+        if num_loops is not None:
+            fields["K" if _is_flt(fields) else "loops"] = num_loops
+        model = from_official(state_dict, fields)
+        with writing(destination, SafetensorError):
+            model.save_pretrained(aside)
         if tokenizer is not None:
-            open_tokenizer(tokenizer).save_pretrained(aside)
-        if target.exists():
-            os.replace(target, Path(scratch) / "replaced")
-        os.replace(aside, target)
+            opened = open_tokenizer(tokenizer)
+            with writing(destination):
+                opened.save_pretrained(aside)
     return model.config
 
 
