@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from loopformers.analysis.profile import profile_model
-from loopformers.studies.analysis_report import MEASURES, loops_table, runs_table, summarise, write_analysis
+from loopformers.studies.analysis_report import (
+    MEASURES,
+    analysis_files,
+    loops_table,
+    picture_names,
+    runs_table,
+    summarise,
+)
 from loopformers.testing import tiny_model
 
 IDS = torch.randint(61, (3, 7), generator=torch.Generator().manual_seed(2))
@@ -29,10 +36,12 @@ def two():
     )
 
 
-def test_the_page_has_every_figure_with_its_formula_and_a_png_of_each(two, tmp_path):
-    page = write_analysis(tmp_path / "report.html", two, decode=lambda i: f"<{i}>", source="Three windows.")
-    text = page.read_text(encoding="utf-8")
-    pictures = sorted(path.stem for path in tmp_path.glob("*.png"))
+def test_the_page_has_every_figure_with_its_formula_and_a_png_of_each(two):
+    files = analysis_files("report.html", two, decode=lambda i: f"<{i}>", source="Three windows.")
+    text = files.pop("report.html")
+    assert sorted(files) == sorted(picture_names(two))
+    assert all(content.startswith(b"\x89PNG") for content in files.values())
+    pictures = sorted(name.removesuffix(".png") for name in files)
     named = [measure.key.replace("_", "-") for measure in MEASURES]
     assert pictures == sorted([*named, "cka", "trajectories", "lens-loopformer", "lens-base-loop"])
     assert len(re.findall("<img ", text)) == len(pictures) == len(re.findall('class="formula"', text))
@@ -62,12 +71,11 @@ def test_the_summary_says_what_each_model_does(two):
     assert "base-loop: " in said
 
 
-def test_one_loop_and_loops_that_do_nothing_are_reported_too(tmp_path):
+def test_one_loop_and_loops_that_do_nothing_are_reported_too():
     one = profiles(flt=(tiny_model("flt"), ["uniform:1"]))
     assert summarise(one) == "flt runs one loop, so nothing moves."
-    page = write_analysis(tmp_path / "one" / "report.html", one, decode=str, source="Three windows.")
-    assert "Do loops say the same?" not in page.read_text(encoding="utf-8")
+    files = analysis_files("one.html", one, decode=str, source="Three windows.")
+    assert "Do loops say the same?" not in files["one.html"]
     inert = profiles(flt=(tiny_model("flt", randomize=False), ["uniform:3"]))
     assert "CKA of 1.00" in summarise(inert)
-    assert write_analysis(tmp_path / "inert" / "report.html", inert, decode=str, source="Three windows.").exists()
-    assert (tmp_path / "inert" / "trajectories.png").exists()
+    assert "trajectories.png" in analysis_files("page.html", inert, decode=str, source="Three windows.")

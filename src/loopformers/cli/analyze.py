@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from loopformers.cli.budgets import add_budget_arguments, parse_budgets
 from loopformers.cli.console import json_text, print_heading, print_json, print_note, print_table
 from loopformers.cli.progress import progress_bar
-from loopformers.cli.text import add_text_arguments, check_results_folder, label_models, read_scored_text
+from loopformers.cli.results_folder import check_absent, results_folder, save_result
+from loopformers.cli.text import add_text_arguments, label_models, read_scored_text
 from loopformers.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
@@ -52,13 +54,21 @@ def run(arguments: argparse.Namespace) -> int:
             f"{len(arguments.models)} models are more than the {MOST_MODELS} that stand side by side; give fewer"
         )
     labels = label_models(arguments.models)
-    check_results_folder(arguments.output_dir, (REPORT, RESULT))
+    with results_folder(arguments.output_dir, (RESULT,)):
+        return _run(arguments, labels)
+
+
+def _run(arguments: argparse.Namespace, labels: Mapping[str, str]) -> int:
     from loopformers.cli.checkpoint import load_config, load_model
 
     configs = {folder: load_config(folder) for folder in labels}
     runs = {f: parse_budgets(arguments.num_loops, arguments.schedule, config) for f, config in configs.items()}
     texts = read_scored_text(arguments, configs)
     tokenizer = _tokenizer(arguments)
+    if arguments.output_dir is not None:
+        from loopformers.studies.analysis_report import picture_names
+
+        check_absent(arguments.output_dir, (REPORT, *picture_names(labels.values())))
 
     from loopformers.analysis.profile import profile_model
 
@@ -82,20 +92,18 @@ def run(arguments: argparse.Namespace) -> int:
     }
 
     from loopformers import __version__
-    from loopformers.studies.analysis_report import loops_table, runs_table, summarise, write_analysis
+    from loopformers.studies.analysis_report import analysis_files, loops_table, runs_table, summarise
 
     if arguments.output_dir is not None:
-        from loopformers.files import write_whole
-
-        page = write_analysis(
-            arguments.output_dir / REPORT,
+        files = analysis_files(
+            REPORT,
             profiles,
             decode=lambda token_id: str(tokenizer.decode([token_id])),
             source=f"{len(windows)} windows of {result['seq_len']} tokens, spread over {arguments.data} ({arguments.split}).",
             footer=f"loopformers {__version__}: loopformers analyze {' '.join(arguments.models)}",
         )
-        write_whole(arguments.output_dir / RESULT, json_text(result))
-        print_note(f"report: {page}")
+        save_result(arguments.output_dir, (RESULT,), {**files, RESULT: json_text(result)})
+        print_note(f"report: {arguments.output_dir / REPORT}")
     if arguments.json:
         print_json(result)
         return 0

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from loopformers.cli.budgets import add_budget_arguments, check_finite, parse_budgets
 from loopformers.cli.console import json_text, print_json, print_note, print_table
 from loopformers.cli.progress import progress_bar
-from loopformers.cli.text import TASK, add_text_arguments, check_results_folder, label_models, read_scored_text
+from loopformers.cli.results_folder import results_folder, save_result
+from loopformers.cli.text import TASK, add_text_arguments, label_models, read_scored_text
 from loopformers.schedule import is_uniform_text
 
 if TYPE_CHECKING:
@@ -54,7 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     labels = label_models(arguments.models)
-    check_results_folder(arguments.output_dir, RESULTS)
+    with results_folder(arguments.output_dir, RESULTS):
+        return _run(arguments, labels)
+
+
+def _run(arguments: argparse.Namespace, labels: Mapping[str, str]) -> int:
     from loopformers.cli.checkpoint import load_config
 
     configs = {folder: load_config(folder) for folder in labels}
@@ -246,10 +251,8 @@ def _figure(result: Mapping[str, Any]) -> Figure:
 
 
 def _write(folder: Path, result: Mapping[str, Any], table: Table) -> None:
-    from loopformers.files import write_whole
-    from loopformers.report.plots import save_figure
+    from loopformers.report.plots import figure_bytes
 
-    write_whole(folder / "budgets.csv", table.to_csv())
-    save_figure(_figure(result), folder / "budgets.svg")
-    write_whole(folder / "budgets.json", json_text(result))  # last: it says that the folder is complete
+    files = (json_text(result), table.to_csv(), figure_bytes(_figure(result)))
+    save_result(folder, RESULTS, dict(zip(RESULTS, files, strict=True)))
     print_note(f"results: {folder}")

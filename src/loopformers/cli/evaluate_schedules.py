@@ -11,7 +11,9 @@ from loopformers.cli.budgets import check_finite
 from loopformers.cli.console import json_text, print_heading, print_json, print_note, print_table
 from loopformers.cli.parser import count, seed
 from loopformers.cli.progress import progress_bar
-from loopformers.cli.text import add_text_arguments, check_results_folder, read_scored_text
+from loopformers.cli.results_folder import results_folder, save_result
+from loopformers.cli.text import add_text_arguments, read_scored_text
+from loopformers.folders import owned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,7 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    check_results_folder(arguments.output_dir, RESULTS)
+    with results_folder(arguments.output_dir, RESULTS):
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     from loopformers.cli.checkpoint import load_config, load_model
     from loopformers.evaluation.schedules import check_searchable, search_schedules
 
@@ -198,15 +204,14 @@ def _save(folder: str, best: ScheduleScore, config: LoopConfig) -> None:
     from loopformers.model.saved_schedule import read_schedule, save_schedule
 
     before = read_schedule(folder, config)
-    file = save_schedule(folder, config.resolve_schedule(schedule=best.schedule), config)
+    with owned(folder):
+        file = save_schedule(folder, config.resolve_schedule(schedule=best.schedule), config)
     print_note(f"saved {best.schedule} in {file}" + ("" if before is None else f", in place of {before}"))
 
 
 def _write(folder: Path, result: dict[str, Any], table: Table, figure: Figure) -> None:
-    from loopformers.files import write_whole
-    from loopformers.report.plots import save_figure
+    from loopformers.report.plots import figure_bytes
 
-    write_whole(folder / "schedules.csv", table.to_csv())
-    save_figure(figure, folder / "schedules.svg")
-    write_whole(folder / "schedules.json", json_text(result))  # last: it says that the folder is complete
+    files = (json_text(result), table.to_csv(), figure_bytes(figure))
+    save_result(folder, RESULTS, dict(zip(RESULTS, files, strict=True)))
     print_note(f"results: {folder}")

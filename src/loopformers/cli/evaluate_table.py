@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from loopformers.cli.console import json_text, print_json, print_note, print_table
 from loopformers.cli.parser import count
+from loopformers.cli.results_folder import results_folder
 from loopformers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,12 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     results = merge(read_results(path) for path in arguments.results)
     if arguments.output_dir is not None:
         folder = Path(arguments.output_dir)
-        if (folder / RESULTS_FILE).exists():
-            raise ConfigError(
-                f"{folder / RESULTS_FILE} exists; give another --output-dir, so that nothing is overwritten"
-            )
-        results.save(folder / RESULTS_FILE)
-        save_tables(results, folder, baseline=arguments.baseline)
+        with results_folder(folder, (RESULTS_FILE,)):
+            save_tables(results, folder, baseline=arguments.baseline)
+            results.save(folder / RESULTS_FILE)  # last: it says that the folder is complete
     print_results(results, as_json=arguments.json, baseline=arguments.baseline)
     if arguments.output_dir is not None and not arguments.json:
         print_note(f"saved {RESULTS_FILE}, tables and figure to {arguments.output_dir}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from loopformers.cli.console import print_note, stderr
 from loopformers.cli.parser import count, seed
 from loopformers.cli.text import label_models
 from loopformers.errors import MissingExtraError
+from loopformers.folders import owned
 
 if TYPE_CHECKING:
     from loopformers.evaluation.results import Results
@@ -80,6 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     labels = label_models(arguments.models)
     require_harness()
+    with owned(arguments.output_dir):
+        return _run(arguments, labels)
+
+
+def _run(arguments: argparse.Namespace, labels: Mapping[str, str]) -> int:
     from loopformers.cli.evaluate_table import print_results, save_tables
     from loopformers.evaluation.results import RESULTS_FILE, Results, read_results
     from loopformers.evaluation.run_tasks import prepare_task

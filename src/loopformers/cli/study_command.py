@@ -12,9 +12,11 @@ from loopformers.cli.parser import count
 from loopformers.cli.study_bars import StudyBars
 from loopformers.cli.study_cells import cells_table
 from loopformers.errors import ConfigError
+from loopformers.folders import owned
 
 if TYPE_CHECKING:
     from loopformers.studies.engine import Study
+    from loopformers.studies.grid import Grid
     from loopformers.studies.report import StudyReport
 
 __all__ = ["CONTINUES", "add_study_arguments", "parse_seeds", "run_grid"]
@@ -57,17 +59,33 @@ def run_grid(
     Returns:
         0, 1 when a cell failed, or 130 after Ctrl-C.
     """
-    from loopformers.studies.engine import open_study, read_study, run_study
+    from loopformers.studies.engine import read_study
     from loopformers.studies.grid import load_grid
 
     folder = arguments.output_dir or OUTPUT_ROOT / Path(name).stem
     if arguments.report_only:
-        return _show(write(read_study(folder)), shown, as_json=arguments.json)
+        held = read_study(folder)
+        with owned(folder):
+            return _show(write(held), shown, as_json=arguments.json)
     grid = load_grid(name, seeds=parse_seeds(arguments.seeds))
     if arguments.list:
         table = cells_table(grid)
         print_json(table.to_dict()) if arguments.json else print_table(table)
         return 0
+    with owned(folder):
+        return _run(arguments, grid, folder, write=write, shown=shown)
+
+
+def _run(
+    arguments: argparse.Namespace,
+    grid: Grid,
+    folder: Path,
+    *,
+    write: Callable[[Study], StudyReport],
+    shown: Sequence[str],
+) -> int:
+    from loopformers.studies.engine import open_study, run_study
+
     begun = open_study(grid, folder)
     with StudyBars(stderr(), num_cells=len(grid.cells), num_done=len(begun.outcomes)) as bars:
         try:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from loopformers.evaluation.text import ScoredText
     from loopformers.model.config import LoopConfig
 
-__all__ = ["TASK", "add_text_arguments", "check_results_folder", "check_tokenizer", "label_models", "read_scored_text"]
+__all__ = ["TASK", "add_text_arguments", "check_tokenizer", "label_models", "read_scored_text"]
 
 TASK = "task"
 """The source that stands for the task a model was trained on."""
@@ -156,13 +156,3 @@ def label_models(folders: list[str]) -> dict[str, str]:
         raise ConfigError(f"{twice} is given twice; give each model once")
     names = [Path(folder).resolve().name for folder in folders]
     return {folder: name if names.count(name) == 1 else folder for folder, name in zip(folders, names, strict=True)}
-
-
-def check_results_folder(folder: Path | None, names: tuple[str, ...]) -> None:
-    """Raise ConfigError where a folder for results holds one of them already: nothing is overwritten."""
-    for name in names if folder is not None else ():
-        assert folder is not None
-        if (folder / name).exists():
-            raise ConfigError(f"--output-dir {folder} holds {name} already; give another folder")
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--output-dir {folder} is a file; give a folder")

@@ -7,8 +7,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.console import INTERRUPTED, print_heading, print_json, print_note, print_table, stderr, write
-from loopformers.cli.progress import Bars
-from loopformers.errors import ConfigError, LoopformersError
+from loopformers.cli.progress import Bars, warnings_as_notes
+from loopformers.errors import CheckpointWarning, ConfigError, LoopformersError
 from loopformers.schedule import is_uniform_text
 
 if TYPE_CHECKING:
@@ -29,6 +29,13 @@ TAKES_OVERRIDES = True
 
 FAILED_ELSEWHERE = 2
 """Exit code of processes other than the first when input is bad: the first says why."""
+
+
+INTERRUPTED_AT_ONCE = (
+    "Interrupted at once, without a new checkpoint. The same command continues the run from its last checkpoint, or from its "
+    "beginning where there is none."
+)
+"""What is said after a second Ctrl-C."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,12 +120,15 @@ def _train(recipe: Recipe, *, as_json: bool) -> int:
         print_note("This run is complete; these are its results.")
         result = finished
     else:
-        with TrainingBar(stderr(), prepared.recipe.training.steps) as bar:
+        steps = prepared.recipe.training.steps
+        with TrainingBar(stderr(), steps) as bar, warnings_as_notes(CheckpointWarning, bar.say):
             try:
                 result = prepared.train(on_progress=bar.on_progress, on_validation=bar.on_validation)
             except KeyboardInterrupt as stop:
                 bar.stop()
-                print_note(f"Interrupted{f': {stop}' if str(stop) else ''}. The same command continues the run.")
+                print_note(
+                    f"Interrupted: {stop}. The same command continues the run." if str(stop) else INTERRUPTED_AT_ONCE
+                )
                 return INTERRUPTED
     if as_json:
         print_json({"output_dir": str(prepared.folder), **_as_dict(result)})

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loopformers.analysis.profile import LoopMeasures, ModelProfile, RunProfile
@@ -18,15 +17,15 @@ from loopformers.report.loop_plots import (
     plot_paths,
     plot_similarity_maps,
 )
-from loopformers.report.page import Page, Picture, Prose, Section, save_page
-from loopformers.report.plots import Curve, figure_bytes, save_figure
+from loopformers.report.page import Page, Picture, Prose, Section
+from loopformers.report.plots import Curve, figure_bytes
 from loopformers.report.tables import Column, Table, Value
 from loopformers.schedule import Schedule
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["loops_table", "runs_table", "summarise", "write_analysis"]
+__all__ = ["analysis_files", "loops_table", "picture_names", "runs_table", "summarise"]
 
 Profiles = Mapping[str, ModelProfile]
 """By the model's label, in order; all over the same text."""
@@ -139,6 +138,9 @@ LENS = (
 
 MEASURES = (*MOVEMENT, *GEOMETRY, *LENS)
 
+CKA, PATHS = "cka", "trajectories"
+"""Names of pictures beside those of measures."""
+
 
 def runs_table(profiles: Profiles) -> Table:
     """Return one row a run: how far it moves, and what that is worth."""
@@ -209,22 +211,22 @@ def summarise(profiles: Profiles) -> str:
     return " ".join(sentences)
 
 
-def write_analysis(
-    path: Path, profiles: Profiles, *, decode: Callable[[int], str], source: str, footer: str = ""
-) -> Path:
-    """Write the page, and every picture as PNG beside it.
+def analysis_files(
+    page_name: str, profiles: Profiles, *, decode: Callable[[int], str], source: str, footer: str = ""
+) -> dict[str, str | bytes]:
+    """Draw the page, and every picture as PNG.
 
     Args:
-        path: The HTML file.
+        page_name: Of the HTML file.
         profiles: By the model's label.
         decode: The text of a token.
         source: What text was run, in words.
         footer: Where the numbers come from.
 
     Returns:
-        The page.
+        Contents by file name.
     """
-    figures = _Figures(path.parent)
+    figures = _Figures()
     movement = [figures.measure(measure, profiles) for measure in MOVEMENT if _is_known(measure, profiles)]
     similarity = []
     if any(run.num_loops > 1 for _, run in _runs(profiles)):
@@ -249,17 +251,23 @@ def write_analysis(
         ],
         footer=footer,
     )
-    return save_page(page, path)
+    return {**figures.files, page_name: page.to_html()}
+
+
+def picture_names(labels: Iterable[str]) -> list[str]:
+    """Return the names of all files that the pictures of models may have, by the models' labels."""
+    stems = [*(_picture_name(measure) for measure in MEASURES), CKA, PATHS, *map(_lens_name, labels)]
+    return [f"{stem}.png" for stem in stems]
 
 
 class _Figures:
     """Draws figures, keeps each as a PNG, and returns it as a picture of the page."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self) -> None:
+        self.files: dict[str, str | bytes] = {}
 
     def _picture(self, figure: Figure, name: str, alt: str, caption: str, formula: str) -> Picture:
-        save_figure(figure, self.folder / f"{name}.png")
+        self.files[f"{name}.png"] = figure_bytes(figure, "png")
         return Picture(content=figure_bytes(figure), alt=alt, caption=caption, formula=formula)
 
     def measure(self, measure: Measure, profiles: Profiles) -> Picture:
@@ -270,7 +278,7 @@ class _Figures:
         ]
         figure = plot_over_loops(curves, y_label=measure.label, log=measure.log)
         alt = f"{measure.title} by loop for " + ", ".join(curve.label for curve in curves)
-        return self._picture(figure, measure.key.replace("_", "-"), alt, measure.caption, measure.formula)
+        return self._picture(figure, _picture_name(measure), alt, measure.caption, measure.formula)
 
     def similarity(self, profiles: Profiles) -> Picture:
         """Draw the CKA maps; of two models side by side."""
@@ -280,7 +288,7 @@ class _Figures:
             maps = [m for pair in zip(maps[:half], maps[half:], strict=True) for m in pair]
         return self._picture(
             plot_similarity_maps(maps),
-            "cka",
+            CKA,
             "Similarity of every two loops for " + ", ".join(m.label for m in maps),
             "Bright off the diagonal: two loops hold the same up to rotation and scale, which is stagnation. All maps have one "
             "colour scale; 1 is what rounds to 1.00.",
@@ -306,7 +314,7 @@ class _Figures:
             )
         return self._picture(
             plot_paths(panels, x_label="first direction (1 = r)", y_label="second direction (1 = r)"),
-            "trajectories",
+            PATHS,
             "Ways of tokens from loop to loop for " + ", ".join(profiles),
             "Where loops take tokens, from their state after loop 1, as a share of the last state's norm. In the title: how "
             "much of all movement lies along each direction.",
@@ -325,7 +333,7 @@ class _Figures:
         )
         return self._picture(
             plot_lens(grid, title=label),
-            "lens-" + _file_name(label),
+            _lens_name(label),
             f"Likeliest next token by loop and position for {label}",
             f"{label}: the likeliest next token after each loop, at the end of one window. The frame begins "
             "where the answer stays.",
@@ -353,5 +361,9 @@ def _is_known(measure: Measure, profiles: Profiles) -> bool:
     return any(measure.value(loop) is not None for _, run in _runs(profiles) for loop in run.loops)
 
 
-def _file_name(label: str) -> str:
-    return "".join(c if c.isalnum() or c in "-." else "-" for c in label)
+def _picture_name(measure: Measure) -> str:
+    return measure.key.replace("_", "-")
+
+
+def _lens_name(label: str) -> str:
+    return "lens-" + "".join(c if c.isalnum() or c in "-." else "-" for c in label)
