@@ -3,6 +3,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from loopformers import LoopedForCausalLM, __version__
-from loopformers.errors import ConfigError, DataError, LoopformersError
+from loopformers.errors import CheckpointError, ConfigError, DataError, LoopformersError
+from loopformers.folders import owned
 from loopformers.laws import PoissonLogNormal, ShortTrajectory
 from loopformers.testing.distributed import run_distributed
 from loopformers.training.recipe import Recipe
 from loopformers.training.recipe_file import load
 from loopformers.training.run import prepare
-from loopformers.training.run_folder import versions
+from loopformers.training.run_folder import read_result, versions
 from loopformers.training.step_log import StepLog
 
 
@@ -232,3 +235,132 @@ def test_a_model_divided_over_two_processes_trains_as_one(recipe: Recipe, tmp_pa
     assert model.num_parameters() == LoopedForCausalLM.from_pretrained(folder_of(recipe)).num_parameters()
     with pytest.raises(ConfigError, match="this is the only one; start several with torchrun"):
         prepare(change(shared, "training", output_dir=str(tmp_path / "alone")))
+
+
+# -- a run owns its folder ----------------------------------------------------------------------------------------
+
+
+def test_a_second_start_is_refused_at_once_and_changes_nothing(recipe: Recipe) -> None:
+    refused: list[str] = []
+
+    def start_again(progress: Any) -> None:
+        if progress.step != 2:
+            return
+        child = os.fork()
+        if not child:
+            try:
+                prepare(recipe)
+            except ConfigError as error:
+                os._exit(5 if f"in use by process {os.getppid()} on " in str(error) else 6)
+            os._exit(0)
+        refused.append(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+
+    prepare(recipe).train(on_progress=start_again)
+    assert refused == ["5"]
+    assert [record["step"] for record in records(recipe)] == [1, 2, 3, 4, 5, 6, 7]
+    assert not list(folder_of(recipe).glob(".*")), "the lock goes with its owner"
+
+
+@pytest.mark.parametrize("kill", [1, 2, 3])
+def test_a_claim_that_is_killed_blocks_neither_the_run_nor_another_recipe(recipe: Recipe, kill: int) -> None:
+    """At the rename of each file of the claim: the recipe, the versions and the text's fingerprints."""
+    run = prepare(recipe)
+    child = os.fork()
+    if not child:
+        replace, calls = os.replace, iter(range(1, 9))
+
+        def replace_or_die(source: Any, target: Any) -> None:
+            if next(calls) == kill:
+                os._exit(7)
+            replace(source, target)
+
+        os.replace = replace_or_die
+        with owned(run.folder):
+            run._claim()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert len(list(folder_of(recipe).glob(".*.partial"))) == 1
+    other = change(recipe, "training", steps=1, seed=11)
+    prepare(other).train()
+    assert load(folder_of(recipe) / "recipe.yaml").training.seed == 11
+    assert not list(folder_of(recipe).glob(".*"))
+
+
+def test_a_start_that_fails_after_the_claim_does_not_block_the_corrected_command(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(config: Any, recipe: Recipe) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("loopformers.training.run.build_model", out_of_memory)
+        with pytest.raises(MemoryError):
+            prepare(recipe).train()
+    assert (folder_of(recipe) / "recipe.yaml").exists()
+    assert prepare(change(recipe, "training", steps=1)).train().steps == 1
+    with pytest.raises(ConfigError, match=r"holds another run: training\.steps=7 \(there: 1\)"):
+        prepare(recipe)
+
+
+def test_a_run_whose_text_has_changed_is_not_continued(recipe: Recipe, texts: Path, tmp_path: Path) -> None:
+    shutil.copytree(texts, tmp_path / "mine")
+    (tmp_path / "other.txt").write_text("Another text, of which nothing changes.\n" * 99)
+    recipe = change(recipe, "data", sources=(str(tmp_path / "mine"), str(tmp_path / "other.txt")))
+    stops = iter([False, False, True])
+    with pytest.raises(KeyboardInterrupt):
+        prepare(recipe).train(stop_requested=lambda: next(stops))
+    file = tmp_path / "mine" / "one.txt"
+    before = file.read_bytes()
+    file.write_bytes(before.replace(b"calm", b"flat", 1))
+    said = r"the text of data.sources=\['.*/mine'\] has changed since the run in .* began \(fingerprint"
+    with pytest.raises(ConfigError, match=said):
+        prepare(recipe)
+    (folder_of(recipe) / "corpus.json").unlink()
+    with pytest.raises(ConfigError, match=said):
+        prepare(recipe)  # the checkpoint holds it, too
+    file.write_bytes(before)
+    assert prepare(recipe).train().steps == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is not readable JSON"),
+        ("{", "is not readable JSON"),
+        ("[]", "holds list where an object must be"),
+        ("{}", "lacks the field 'fingerprint'"),
+        ('{"colour": 1}', "has a field 'colour' that this version of loopformers does not know"),
+    ],
+)
+def test_a_damaged_result_is_refused_and_can_be_made_anew(recipe: Recipe, text: str, said: str) -> None:
+    folder = folder_of(recipe)
+    folder.mkdir()
+    (folder / "result.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"result.json.*{said}.*remove it and run the same command again"):
+        read_result(folder)
+
+
+def test_a_result_rests_on_every_record(recipe: Recipe) -> None:
+    run = prepare(change(recipe, "training", steps=3))
+
+    def lose_a_record(progress: Any) -> None:
+        if progress.step == 3:
+            file = folder_of(recipe) / "metrics.jsonl"
+            file.write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
+
+    with pytest.raises(CheckpointError, match="holds 2 records of a run of 3 updates: some were removed"):
+        run.train(on_progress=lose_a_record)
+    assert run.finished() is None
+
+
+def test_tensorboard_continues_the_record_of_an_interrupted_run(recipe: Recipe) -> None:
+    recipe = change(recipe, "training", report_to=("tensorboard",), log_interval=1, checkpoint_interval=2)
+    with pytest.raises(ZeroDivisionError):
+        prepare(recipe).train(on_progress=lambda progress: 1 / (progress.step - 6))  # type: ignore[arg-type, return-value]
+    prepare(recipe).train()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder_of(recipe) / "tensorboard"), purge_orphaned_data=True).Reload()
+    # The summary at the end of training repeats the last update.
+    assert [event.step for event in events.Scalars("train/gradient_norm")] == [1, 2, 3, 4, 5, 6, 7, 7]
+    assert not (folder_of(recipe) / "runs").exists()

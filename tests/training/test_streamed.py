@@ -13,6 +13,7 @@ from loopformers.data.streaming import StreamedWindows
 from loopformers.data.tokenizer import bundled_tokenizer
 from loopformers.errors import CheckpointError, ConfigError
 from loopformers.testing import tiny_model
+from loopformers.training.checkpoints import mark_complete
 from loopformers.training.trainer import LoopTrainer, training_arguments
 
 
@@ -60,9 +61,10 @@ def test_a_checkpoint_of_another_stream_or_of_none_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="seed=0 there and 1 here"):
         build(tmp_path, seed=1).train(resume_from_checkpoint=True)
     (tmp_path / "checkpoint-3/stream_0.json").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"stream_0\.json does not exist; resume a checkpoint of a run that streamed"
-    ):
+    with pytest.raises(CheckpointError, match=r"stream_0\.json is missing"):
+        build(tmp_path).train(resume_from_checkpoint=True)
+    mark_complete(tmp_path / "checkpoint-3", 3)  # a whole checkpoint of a run that streamed nothing
+    with pytest.raises(CheckpointError, match="holds no position of a stream"):
         build(tmp_path).train(resume_from_checkpoint=True)
 
 

@@ -118,4 +118,6 @@ class BudgetValidationCallback(TrainerCallback):
             return
         self.last = self.score(kwargs["model"])
         if state.is_world_process_zero:
-            self.log.append({"step": state.global_step, "budgets": [dataclasses.asdict(r) for r in self.last]})
+            self.log.append(
+                {"step": state.global_step, "budgets": [dataclasses.asdict(r) for r in self.last]}, to_disk=True
+            )

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME as OPTIMIZER_FILE
 from transformers.trainer import SCHEDULER_NAME as SCHEDULER_FILE
 
-from loopformers.errors import CheckpointError
+from loopformers.errors import CheckpointError, CheckpointWarning, ConfigError, LoopformersError
+from loopformers.files import write_whole
 from loopformers.training.checkpoints import (
     ASIDE,
+    Manifest,
+    checkpoint_folders,
     is_write_failure,
     keep_newest,
     last_complete_checkpoint,
     mark_complete,
     publish,
+    verify,
 )
 from loopformers.training.sharding import SHARDED, gather_weights, is_sharded, load_sharded, save_sharded
+from loopformers.training.step_log import METRICS_FILE, StepLog
 
 __all__ = ["WholeCheckpoints"]
 
@@ -35,11 +42,13 @@ class WholeCheckpoints(Trainer):
 
     Attributes:
         checkpoint_files: Texts by file name that every checkpoint holds beside the model, such as the recipe.
+        logs: The run's logs; a checkpoint counts their records, and is continued only where they still are there.
     """
 
     optimizer: Any
     lr_scheduler: Any
     checkpoint_files: Mapping[str, str] = {}
+    logs: Sequence[StepLog] = ()
     _writes_aside = False
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -77,19 +86,27 @@ class WholeCheckpoints(Trainer):
                 "resume with shard=False"
             )
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with _reading(resume_from_checkpoint, "the model's weights"):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and (Path(checkpoint) / SHARDED).is_dir():
             load_sharded(Path(checkpoint) / SHARDED, self.model, self._plain_optimizer())
         elif checkpoint is not None and self.args.world_size > 1 and self.args.device.type == "cpu":
             # Some versions ask for the device cpu:0 here, which torch does not know.
-            state = torch.load(os.path.join(checkpoint, OPTIMIZER_FILE), map_location="cpu", weights_only=True)
-            self.optimizer.load_state_dict(state)
+            with _reading(checkpoint, OPTIMIZER_FILE):
+                state = torch.load(os.path.join(checkpoint, OPTIMIZER_FILE), map_location="cpu", weights_only=True)
+                self.optimizer.load_state_dict(state)
         else:
-            super()._load_optimizer_and_scheduler(checkpoint)
+            with _reading(checkpoint, f"{OPTIMIZER_FILE} or {SCHEDULER_FILE}"):
+                super()._load_optimizer_and_scheduler(checkpoint)
             return
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_FILE), weights_only=True))
+        with _reading(checkpoint, SCHEDULER_FILE):
+            self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_FILE), weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _reading(checkpoint, "the random states (rng_state)"):
+            super()._load_rng_state(checkpoint)
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = getattr(
@@ -107,26 +124,41 @@ class WholeCheckpoints(Trainer):
         Raises:
             CheckpointError: A file could not be written, on any rank.
         """
-        name = f"checkpoint-{self.state.global_step}"
+        step = self.state.global_step
         folder = Path(self.args.output_dir)
+        aside, final = folder / ASIDE / f"checkpoint-{step}", folder / f"checkpoint-{step}"
+        save = super()._save_checkpoint
+
+        def write() -> None:
+            if self.args.should_save:
+                for log in self.logs:  # a checkpoint must never be ahead of the records that lead to it
+                    log.to_disk()
+            with self._aside():
+                save(*args, **kwargs)
+
+        def finish() -> None:
+            if self.args.should_save:
+                for file, text in self.checkpoint_files.items():
+                    write_whole(aside / file, text)
+                mark_complete(aside, step, records={log.path.name: log.num_records for log in self.logs})
+                publish(aside, final)
+                keep_newest(folder, self.args.save_total_limit)
+
+        self._on_every_rank(write)
+        self._on_every_rank(finish)
+        self.accelerator.wait_for_everyone()
+
+    def _on_every_rank(self, do: Callable[[], None]) -> None:
+        """Do a part of a checkpoint; where it fails on one rank, all refuse the checkpoint."""
         failure: Exception | None = None
-        with self._aside():
-            try:
-                super()._save_checkpoint(*args, **kwargs)
-                if self.args.should_save:
-                    for file, text in self.checkpoint_files.items():
-                        (folder / ASIDE / name / file).write_text(text, encoding="utf-8")
-                    mark_complete(folder / ASIDE / name, self.state.global_step)
-            except Exception as error:
-                if not is_write_failure(error):
-                    raise
-                failure = error
+        try:
+            do()
+        except Exception as error:
+            if not is_write_failure(error):
+                raise
+            failure = error
         if self._on_any_rank(failure is not None):
             self._refuse_checkpoint(failure)
-        if self.args.should_save:
-            publish(folder / ASIDE / name, folder / name)
-            keep_newest(folder, self.args.save_total_limit)
-        self.accelerator.wait_for_everyone()
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -149,6 +181,9 @@ class WholeCheckpoints(Trainer):
     def _what_remains(self) -> str:
         last = last_complete_checkpoint(self.args.output_dir)
         rest = "no earlier one exists" if last is None else f"{last.name} is whole: free space and resume from it"
+        lost = [log.path.name for log in self.logs if log.num_records and not log.path.exists()]
+        if lost:
+            rest += f"; {', '.join(lost)} and all records in it are gone: was the folder removed or moved?"
         return f"training stopped, and {rest}"
 
     def _on_any_rank(self, here: bool) -> bool:
@@ -156,3 +191,119 @@ class WholeCheckpoints(Trainer):
         if self.args.world_size == 1:
             return here
         return bool(self.accelerator.gather(torch.tensor([here], device=self.args.device)).any())
+
+    # -- choosing what to continue from ------------------------------------------------------------------------
+
+    def _resolve(self, resume: str | os.PathLike[str] | bool | None) -> Path | None:
+        """Return the checkpoint to continue from, verified; None: start anew. The main process decides for all.
+
+        Raises:
+            CheckpointError: There is none, it is damaged, or the run's records up to it are not all there.
+            ConfigError: A fresh start in a folder that holds a run.
+        """
+        if self.args.world_size == 1:
+            return self._choose(resume)
+        decision: list[Any] = [None, None]
+        if self.is_world_process_zero():
+            try:
+                decision[0] = self._choose(resume)
+            except LoopformersError as error:
+                decision[1] = error
+        chosen, refusal = broadcast_object_list(decision)
+        if refusal is not None:
+            raise refusal
+        return chosen
+
+    def _choose(self, resume: str | os.PathLike[str] | bool | None) -> Path | None:
+        folder = self.args.output_dir
+        if resume is None or resume is False:
+            if last_complete_checkpoint(folder) is not None or any(log.read() for log in self.logs):
+                raise ConfigError(
+                    f"output_dir={folder!r} holds a run already; continue it with resume_from_checkpoint=True, or "
+                    "choose another folder"
+                )
+            return None
+        if resume is not True and resume != "auto":
+            named = Path(resume)
+            try:
+                self._check(named)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}; {_alternative(named)}") from error
+            return named
+        damages: list[str] = []
+        for checkpoint in reversed(checkpoint_folders(folder)):
+            try:
+                self._check(checkpoint)
+            except CheckpointError as error:
+                if any(checkpoint.iterdir()):  # else somebody else began it, and nothing is lost
+                    damages.append(str(error))
+                continue
+            if damages:
+                _warn(f"{damages[0]}; training goes on from {checkpoint.name}, the last whole one before it")
+            return checkpoint
+        if damages:
+            raise CheckpointError(
+                f"output_dir={folder!r} holds no whole checkpoint to continue from: {damages[0]}; restore it from a copy, or "
+                "start the run anew in another folder"
+            )
+        if resume is True:
+            raise CheckpointError(f"output_dir={folder!r} holds no complete checkpoint to continue from; start anew")
+        return None
+
+    def _check(self, checkpoint: Path) -> None:
+        """Verify a checkpoint, and that the records which lead to it are there."""
+        manifest = verify(checkpoint)
+        if checkpoint.parent.resolve() == Path(self.args.output_dir).resolve():
+            for log in self.logs:
+                _check_records(checkpoint, manifest, log)
+        if manifest.files is None:
+            _warn(
+                f"{str(checkpoint)!r} was written by an earlier version, which listed no files: it cannot be verified, and is "
+                "continued as it is"
+            )
+
+
+def _alternative(refused: Path) -> str:
+    """Say what to do in the place of continuing a checkpoint that is refused."""
+    for checkpoint in reversed(checkpoint_folders(refused.parent)):
+        with contextlib.suppress(CheckpointError):
+            if checkpoint.name != refused.name:
+                verify(checkpoint)
+                return f"{checkpoint.name} beside it is whole: resume from that one"
+    return "restore it from a copy"
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, CheckpointWarning, stacklevel=2)
+
+
+def _check_records(checkpoint: Path, manifest: Manifest, log: StepLog) -> None:
+    """Raise CheckpointError unless a log has each record that it had when a checkpoint was written."""
+    expected = manifest.records.get(log.path.name)
+    if expected is None:
+        if manifest.files is not None or log.path.name != METRICS_FILE:
+            return  # a log that this run did not have
+        expected = manifest.step
+    steps = [record["step"] for record in log.read() if record["step"] <= manifest.step]
+    if len(steps) != expected or any(later <= earlier for earlier, later in itertools.pairwise(steps)):
+        raise CheckpointError(
+            f"{str(log.path)!r} holds {len(steps):,} of the {expected:,} records that led to {checkpoint.name}, "
+            "or not in their order"
+        )
+
+
+@contextlib.contextmanager
+def _reading(checkpoint: str | os.PathLike[str] | None, part: str) -> Iterator[None]:
+    """Turn whatever the libraries raise over a damaged or foreign part of a checkpoint into a CheckpointError."""
+    try:
+        yield
+    except (LoopformersError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # unpickling raises anything
+        if checkpoint is None:
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{os.fspath(checkpoint)!r} cannot be continued: {part} cannot be read or do not fit this run ({reason}); restore "
+            "the checkpoint, or resume from an earlier one"
+        ) from error

@@ -3,6 +3,7 @@
 A run's folder:
 
     recipe.yaml, versions.json       what was asked for, and what ran it; both are in every checkpoint too
+    corpus.json                      fingerprints of the text, likewise
     checkpoint-<step>/               model, tokenizer, optimiser, data position, random states
     metrics.jsonl, validation.jsonl  a record an update, and one an evaluation
     config.json, model.safetensors, tokenizer files, result.json     the trained model, at the end
@@ -10,6 +11,7 @@ A run's folder:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
@@ -27,10 +30,11 @@ from loopformers.analysis.stability import Stability, assess_stability
 from loopformers.data.packing import PackedTokens
 from loopformers.data.streaming import StreamedWindows
 from loopformers.data.synthetic.rows import GeneratedRows
-from loopformers.errors import ConfigError, MissingExtraError, unknown_name
+from loopformers.errors import CheckpointError, ConfigError, MissingExtraError, unknown_name
 from loopformers.evaluation.budget import BudgetResult
 from loopformers.evaluation.exact_match import task_results
-from loopformers.files import write_whole
+from loopformers.files import write_whole, writing
+from loopformers.folders import owned
 from loopformers.laws import Law
 from loopformers.model.config import LoopConfig
 from loopformers.model.modeling import LoopedForCausalLM
@@ -43,18 +47,22 @@ from loopformers.training.progress import ProgressListener
 from loopformers.training.recipe import ModelRecipe, Recipe, build_law, check_budgets
 from loopformers.training.recipe_file import dump
 from loopformers.training.run_folder import (
+    CORPUS_FILE,
     RECIPE_FILE,
     RESULT_FILE,
     VALIDATION_FILE,
     VERSIONS_FILE,
     RunResult,
+    check_corpus,
     check_folder,
+    corpus_fingerprints,
     read_result,
     versions,
 )
 from loopformers.training.run_text import make_rows, read_stream, read_text, recipe_tokenizer
 from loopformers.training.sharding import gather_weights, is_sharded
 from loopformers.training.step_log import METRICS_FILE, StepLog
+from loopformers.training.tensorboard import continue_tensorboard
 from loopformers.training.trainer import LoopTrainer, training_arguments
 
 if TYPE_CHECKING:
@@ -90,6 +98,8 @@ class PreparedRun:
     """Nats per token of token frequencies alone, on those."""
     bytes_per_token: float | None
     """Of the validation split; None where it is streamed, and its bytes are not counted."""
+    corpus: dict[str, str] | None
+    """Fingerprint of each source of text; None where a task makes the rows."""
 
     @property
     def folder(self) -> Path:
@@ -125,10 +135,20 @@ class PreparedRun:
             stop_requested: Asked after each update; True acts as Ctrl-C does.
 
         Raises:
-            ConfigError: The folder holds another run.
+            ConfigError: The folder holds another run, or another process owns it.
+            CheckpointError: No checkpoint of the run is whole, or its records are gone.
             NonFiniteError: Training diverged; weights and checkpoints are as they were.
             KeyboardInterrupt: Stopped, after a checkpoint was saved; the same call continues.
         """
+        with owned(self.folder) if self.is_main_process else contextlib.nullcontext():
+            return self._train(on_progress, on_validation, stop_requested)
+
+    def _train(
+        self,
+        on_progress: ProgressListener | None,
+        on_validation: ValidationListener | None,
+        stop_requested: Callable[[], bool] | None,
+    ) -> RunResult:
         if self.is_main_process:
             self._claim()
         _wait(self.arguments)
@@ -159,6 +179,7 @@ class PreparedRun:
             callbacks=[validation, _LiveVerdict(self, validation, on_validation)],
             processing_class=self.tokenizer,
         )
+        continue_tensorboard(trainer)
         with quiet_transformers():
             trainer.train(resume_from_checkpoint="auto")
         result = self._judge(validation.last or validation.score(model))
@@ -182,7 +203,14 @@ class PreparedRun:
         )
 
     def _judge(self, scores: Sequence[BudgetResult]) -> RunResult:
-        last = StepLog(self.folder / METRICS_FILE).read()[-1]
+        records = StepLog(self.folder / METRICS_FILE).read()
+        steps = self.recipe.training.steps
+        if [record["step"] for record in records] != list(range(1, steps + 1)):
+            raise CheckpointError(
+                f"{str(self.folder / METRICS_FILE)!r} holds {len(records):,} records of a run of {steps:,} updates: some were "
+                "removed while it ran, and no result can rest on the others; restore the file and run the same command again"
+            )
+        last = records[-1]
         stability = self.assess(scores[0].loss)
         return RunResult(
             fingerprint=self.recipe.fingerprint(),
@@ -200,17 +228,22 @@ class PreparedRun:
         )
 
     def _provenance(self) -> dict[str, str]:
-        return {RECIPE_FILE: dump(self.recipe), VERSIONS_FILE: json.dumps(versions(), indent=2) + "\n"}
+        texts = {RECIPE_FILE: dump(self.recipe), VERSIONS_FILE: json.dumps(versions(), indent=2) + "\n"}
+        if self.corpus is not None:
+            texts[CORPUS_FILE] = json.dumps(self.corpus, indent=2) + "\n"
+        return texts
 
     def _claim(self) -> None:
         """Make the folder this run's own."""
         check_folder(self.recipe)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.finished() is not None:
+            return
+        check_corpus(self.folder, self.corpus)
         for name, text in self._provenance().items():
             write_whole(self.folder / name, text)
 
     def _finish(self, model: Any, weights: dict[str, Any] | None, result: RunResult) -> None:
-        with quiet_transformers():
+        with quiet_transformers(), writing(self.folder, SafetensorError):
             model.save_pretrained(self.folder, state_dict=weights)
             self.tokenizer.save_pretrained(self.folder)
         write_whole(self.folder / RESULT_FILE, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
@@ -251,6 +284,9 @@ def prepare(recipe: Recipe) -> PreparedRun:
     budgets = check_budgets(recipe.evaluation.budgets, config)
     recipe = dataclasses.replace(recipe, model=_resolved_model(recipe, config))
     check_folder(recipe)
+    corpus = corpus_fingerprints(recipe)
+    if read_result(Path(recipe.training.output_dir)) is None:
+        check_corpus(Path(recipe.training.output_dir), corpus)
     arguments = build_arguments(recipe)
     with arguments.main_process_first(desc="reading text"):  # the others find it in the cache
         if recipe.task is not None:
@@ -268,6 +304,7 @@ def prepare(recipe: Recipe) -> PreparedRun:
         validation_windows=text.validation,
         unigram_loss=text.unigram_loss,
         bytes_per_token=text.bytes_per_token,
+        corpus=corpus,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
@@ -13,23 +12,34 @@ from pathlib import Path
 from typing import Any
 
 from loopformers import __version__
+from loopformers.data.fingerprints import corpus_fingerprint
 from loopformers.errors import ConfigError
+from loopformers.folders import check_free, foreign_names
+from loopformers.readers import read_json
+from loopformers.records import make_record
+from loopformers.training.checkpoints import checkpoint_folders
 from loopformers.training.recipe import Recipe, differences
 from loopformers.training.recipe_file import load
+from loopformers.training.step_log import METRICS_FILE
 
 __all__ = [
+    "CORPUS_FILE",
     "RECIPE_FILE",
     "RESULT_FILE",
     "VALIDATION_FILE",
     "VERSIONS_FILE",
     "RunResult",
+    "check_corpus",
     "check_folder",
+    "corpus_fingerprints",
     "read_result",
     "versions",
 ]
 
 RECIPE_FILE = "recipe.yaml"
 VERSIONS_FILE = "versions.json"
+CORPUS_FILE = "corpus.json"
+"""Holds the fingerprint of each source of text, by its name in the recipe."""
 VALIDATION_FILE = "validation.jsonl"
 RESULT_FILE = "result.json"
 
@@ -67,28 +77,37 @@ class RunResult:
 
 
 def check_folder(recipe: Recipe, *, compare: bool = True) -> None:
-    """Raise ConfigError unless the output folder is new, empty, or holds this recipe's run. Writes nothing.
+    """Check that the output folder is new, empty, or holds this recipe's run, and that nobody else is using it.
+
+    A folder that an earlier start claimed, and where nothing was trained, may be claimed by any recipe. Writes nothing.
 
     Args:
         recipe: As resolved.
         compare: Whether to compare it with the run that the folder holds.
+
+    Raises:
+        ConfigError: It is in use, cannot be written, or holds another run or files that are no run's.
     """
     folder = Path(recipe.training.output_dir)
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing = _first_that_exists(folder)
     if not existing.is_dir():
         raise ConfigError(f"training.output_dir={str(folder)!r}: {str(existing)!r} is a file; give a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
             f"training.output_dir={str(folder)!r} cannot be written: no permission for {str(existing)!r}; give another folder"
         )
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists():
         return
+    if int(os.environ.get("RANK", "0")) == 0:  # the first process of a run owns its folder for all of them
+        check_free(folder)
     if not (folder / RECIPE_FILE).exists():
-        raise ConfigError(
-            f"training.output_dir={str(folder)!r} holds files that are no run's of loopformers train; choose a new or an "
-            "empty folder"
-        )
-    if not compare:
+        if foreign_names(folder):
+            raise ConfigError(
+                f"training.output_dir={str(folder)!r} holds files that are no run's of loopformers train; choose a new or an "
+                "empty folder"
+            )
+        return
+    if not compare or not holds_work(folder):
         return
     changed = differences(recipe, load(folder / RECIPE_FILE))
     if changed:
@@ -99,13 +118,63 @@ def check_folder(recipe: Recipe, *, compare: bool = True) -> None:
         )
 
 
+def _first_that_exists(folder: Path) -> Path:
+    try:
+        return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except FileNotFoundError as error:
+        raise ConfigError("the working folder has been removed; change into one that exists") from error
+    except (OSError, ValueError) as error:  # a name that is too long, or holds NUL
+        raise ConfigError(f"training.output_dir={str(folder)!r} is not a path ({error}); give another name") from error
+
+
+def holds_work(folder: Path) -> bool:
+    """Whether a run's folder holds more than its claim: a checkpoint, whole or not, a record or a result."""
+    metrics = folder / METRICS_FILE
+    has_records = metrics.exists() and metrics.stat().st_size > 0
+    return has_records or (folder / RESULT_FILE).exists() or bool(checkpoint_folders(folder))
+
+
+def corpus_fingerprints(recipe: Recipe) -> dict[str, str] | None:
+    """Return the fingerprint of each source of a recipe's text; None where a task makes the rows."""
+    if recipe.task is not None:
+        return None
+    data = recipe.data
+    columns = {"text_column": data.text_column, "id_column": data.id_column}
+    return {source: corpus_fingerprint([source], **columns) for source in data.sources}
+
+
+def check_corpus(folder: Path, found: Mapping[str, str] | None) -> None:
+    """Raise ConfigError where the text is not that of the run which a folder holds.
+
+    Args:
+        folder: Of the run; where it has no fingerprints, those of its last checkpoint count, and runs of earlier versions
+            have none.
+        found: See `corpus_fingerprints`.
+    """
+    places = [folder, *reversed(checkpoint_folders(folder))]
+    file = next((place / CORPUS_FILE for place in places if (place / CORPUS_FILE).exists()), None)
+    if found is None or file is None or not holds_work(folder):
+        return
+    began: dict[str, Any] = read_json(file, remedy="restore it, or remove it to continue with the text as it is now")
+    changed = [source for source in found if began.get(source) != found[source]]
+    if changed:
+        raise ConfigError(
+            f"the text of data.sources={changed} has changed since the run in {str(folder)!r} began (fingerprint "
+            f"{began.get(changed[0])} then, {found[changed[0]]} now); restore it, or give another training.output_dir"
+        )
+
+
 def read_result(folder: Path) -> RunResult | None:
-    """Return the result of a finished run, or None."""
+    """Return the result of a finished run, or None.
+
+    Raises:
+        CheckpointError: The file is damaged, or of another version.
+    """
     path = folder / RESULT_FILE
     if not path.exists():
         return None
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    return RunResult(**{**fields, "budgets": tuple(fields["budgets"])})
+    remedy = "restore it, or remove it and run the same command again: the last checkpoint gives it anew"
+    return make_record(RunResult, read_json(path, remedy=remedy), path, remedy=remedy)
 
 
 def versions() -> Mapping[str, Any]:

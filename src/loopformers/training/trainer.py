@@ -25,16 +25,16 @@ from transformers.trainer_utils import TrainOutput
 
 from loopformers.analysis.monitor import LiveVerdict
 from loopformers.errors import CheckpointError, ConfigError, NonFiniteError
+from loopformers.folders import owned
 from loopformers.laws import Law, LoopPlan
 from loopformers.model.modeling import LoopedForCausalLM
 from loopformers.objectives.contract import IGNORE
-from loopformers.training.callbacks import LoopDrawCallback, StopCallback
+from loopformers.training.callbacks import BudgetValidationCallback, LoopDrawCallback, StopCallback
 from loopformers.training.checkpointing import WholeCheckpoints
 from loopformers.training.checkpoints import (
     ASIDE,
     check_complete,
     check_writable,
-    last_complete_checkpoint,
 )
 from loopformers.training.engine import EngineSettings
 from loopformers.training.lr_schedules import ConstantThenLinear, LearningRateSchedule
@@ -168,6 +168,7 @@ class LoopTrainer(StreamedData, WholeCheckpoints):
         self.checkpoint_files = dict(checkpoint_files or {})
         self.metrics = StepLog(Path(args.output_dir) / METRICS_FILE)
         self.speeds = StepLog(Path(args.output_dir) / SPEED_FILE)
+        self.logs = [self.metrics, self.speeds, *(c.log for c in callbacks if isinstance(c, BudgetValidationCallback))]
         self._interrupted = False
         self._stop = StopCallback(
             lambda: self._on_any_rank(self._interrupted or bool(stop_requested and stop_requested()))
@@ -379,12 +380,15 @@ class LoopTrainer(StreamedData, WholeCheckpoints):
             kwargs: Passed to `transformers.Trainer.train`.
 
         Raises:
-            CheckpointError: Nothing complete to continue from, or a checkpoint could not be written.
+            CheckpointError: Nothing whole to continue from, records of the run are missing, or something could not be written.
             ConfigError: A fresh start in a folder that holds a run.
             NonFiniteError: Training diverged.
             KeyboardInterrupt: Ctrl-C or `stop_requested`, after a checkpoint was saved.
         """
-        checkpoint = self._resolve(resume_from_checkpoint)
+        with owned(self.args.output_dir) if self.is_world_process_zero() else contextlib.nullcontext():
+            return self._train(self._resolve(resume_from_checkpoint), **kwargs)
+
+    def _train(self, checkpoint: Path | None, **kwargs: Any) -> Any:
         done = 0 if checkpoint is None else check_complete(checkpoint)
         if self.is_world_process_zero():
             shutil.rmtree(Path(self.args.output_dir) / ASIDE, ignore_errors=True)
@@ -407,25 +411,6 @@ class LoopTrainer(StreamedData, WholeCheckpoints):
             # Some versions take the checkpoint's: another number of processes would then train on another global batch.
             kwargs["batch_size"] = self.args.train_batch_size
         return super()._inner_training_loop(*args, **kwargs)
-
-    def _resolve(self, resume: str | os.PathLike[str] | bool | None) -> Path | None:
-        folder = self.args.output_dir
-        if resume is None or resume is False:
-            if self.metrics.read() or last_complete_checkpoint(folder) is not None:
-                raise ConfigError(
-                    f"output_dir={folder!r} holds a run already; continue it with resume_from_checkpoint=True, or "
-                    "choose another folder"
-                )
-            return None
-        if resume is True or resume == "auto":
-            checkpoint = last_complete_checkpoint(folder)
-            if checkpoint is None and resume is True:
-                raise CheckpointError(
-                    f"output_dir={folder!r} holds no complete checkpoint to continue from; start anew"
-                )
-            return checkpoint
-        check_complete(resume)
-        return Path(resume)
 
     @contextlib.contextmanager
     def _delayed_interrupt(self) -> Iterator[None]:

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import pytest
+
+from loopformers.errors import CheckpointError, DataError
+from loopformers.records import make_record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    name: str
+    loss: float
+    steps: int = 3
+    kind: Literal["good", "bad"] = "good"
+    rate: float | None = None
+    parts: tuple[dict[str, Any], ...] = ()
+    scores: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    done: bool = False
+
+
+WHOLE: dict[str, Any] = {
+    "name": "a", "loss": 2, "steps": 5, "kind": "bad", "rate": 0.5, "parts": [{"x": None}], "scores": {"b": [1, 2.5]},
+    "done": True,
+}  # fmt: skip
+
+
+def test_fields_become_a_dataclass() -> None:
+    sample = make_record(Sample, WHOLE, "file.json")
+    assert sample.parts == ({"x": None},)
+    assert make_record(Sample, asdict(sample) | {"parts": list(sample.parts)}, "file.json") == sample
+    assert make_record(Sample, {"name": "a", "loss": 1.5}, "file.json") == Sample(name="a", loss=1.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"colour": 1}, "file.json has a field 'colour' that this version of loopformers does not know"),
+        ({"name": 3}, "file.json: its field 'name' holds 3 where a text must be"),
+        ({"loss": "2"}, "its field 'loss' holds '2' where a number must be"),
+        ({"loss": True}, "its field 'loss' holds True where a number must be"),
+        ({"loss": None}, "its field 'loss' holds None where a number must be"),
+        ({"steps": 2.0}, "its field 'steps' holds 2.0 where a whole number must be"),
+        ({"rate": []}, "its field 'rate' holds [] where a number or null must be"),
+        ({"kind": "ugly"}, "its field 'kind' is 'ugly', which is none of 'good', 'bad'"),
+        ({"kind": []}, "its field 'kind' is [], which is none of"),
+        ({"parts": {"x": 1}}, "its field 'parts' holds dict where a list must be"),
+        ({"parts": [1]}, "its field 'parts' holds int where an object must be"),
+        ({"scores": {"b": ["high"]}}, "its field 'scores' holds 'high' where a number must be"),
+        ({"done": 1}, "its field 'done' holds 1 where true or false must be"),
+        ({"name": ["x" * 99]}, "holds list where a text must be"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError) as raised:
+        make_record(Sample, WHOLE | change, "file.json")
+    assert text in str(raised.value)
+
+
+def test_a_missing_field_is_named_with_the_callers_error_and_remedy() -> None:
+    with pytest.raises(DataError, match=r"file\.json lacks the field 'loss'; burn it"):
+        make_record(Sample, {"name": "a"}, "file.json", error=DataError, remedy="burn it")
