@@ -100,6 +100,8 @@ def test_a_line_cut_off_by_a_crash_is_removed_and_a_damaged_one_refused(
     whole = file.path.read_text()
     file.path.write_text(whole + whole.splitlines()[1][:50])
     assert list(file.read().results) == [grid.cells[0].id]
+    assert file.path.read_text() != whole, "reading writes nothing: the study may be running"
+    assert list(file.begin(grid).results) == [grid.cells[0].id]
     assert file.path.read_text() == whole
     file.path.write_text(whole + '{"cell": 1}\n' + whole.splitlines()[1] + "\n")
     with pytest.raises(DataError, match=r"line 3 of .* is no result of a cell"):

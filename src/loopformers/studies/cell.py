@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,14 @@ from loopformers.analysis.monitor import cross_entropy_of
 from loopformers.analysis.stability import Stability
 from loopformers.errors import DataError, NonFiniteError
 from loopformers.evaluation.loop_use import measure_loop_use
+from loopformers.folders import owned
 from loopformers.model.modeling import LoopedForCausalLM
 from loopformers.model.quiet import quiet_transformers
 from loopformers.studies.grid import Cell
 from loopformers.studies.measures import uniform_budgets
 from loopformers.studies.results import CellResult, Status
 from loopformers.studies.workers import Emit
+from loopformers.training.checkpoints import remove_all
 from loopformers.training.recipe import Recipe, to_fields
 from loopformers.training.run import PreparedRun, prepare
 from loopformers.training.run_folder import VALIDATION_FILE, RunResult, versions
@@ -65,8 +66,8 @@ def run_cell(
         result = _diverged(cell, run, str(error))
     else:
         result = _finished(cell, run)
-    for checkpoint in run.folder.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
+    with owned(run.folder):
+        remove_all(run.folder)
     return result
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loopformers.errors import ConfigError, check_count
+from loopformers.folders import foreign_names, owned
 from loopformers.studies.grid import Cell, Grid
 from loopformers.studies.results import RESULTS_FILE, CellResult, Held, ResultsFile, failed
 from loopformers.studies.workers import Emit, Failed, Reported, TaskEvent, run_tasks
@@ -70,17 +71,18 @@ def open_study(grid: Grid, output_dir: str | os.PathLike[str]) -> Study:
     """Return a grid's study as far as its folder holds it, and make the folder if there is none.
 
     Raises:
-        ConfigError: The folder holds results of another grid, or other files.
+        ConfigError: The folder holds results of another grid, or other files, or another process owns it.
         DataError: As in `read_study`.
     """
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir={str(folder)!r} is a file; give a folder")
-    if folder.exists() and any(folder.iterdir()) and not (folder / RESULTS_FILE).exists():
+    if folder.exists() and not (folder / RESULTS_FILE).exists() and foreign_names(folder):
         raise ConfigError(
             f"output_dir={str(folder)!r} holds files that are not a study's; choose a new or an empty folder"
         )
-    return _study(folder, ResultsFile(folder).begin(grid))
+    with owned(folder):
+        return _study(folder, ResultsFile(folder).begin(grid))
 
 
 def _study(folder: Path, held: Held) -> Study:
@@ -111,6 +113,13 @@ def run_study(
         KeyboardInterrupt: Ctrl-C, after each running cell saved a checkpoint.
     """
     check_count("jobs", jobs)
+    with owned(output_dir):
+        return _run_study(grid, output_dir, jobs, on_event)
+
+
+def _run_study(
+    grid: Grid, output_dir: str | os.PathLike[str], jobs: int, on_event: Callable[[TaskEvent], None]
+) -> Study:
     study = open_study(grid, output_dir)
     file = ResultsFile(study.folder)
     cells = {cell.id: cell for cell in grid.cells if cell.id in study.missing}

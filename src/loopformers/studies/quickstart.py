@@ -26,7 +26,11 @@ from typing import Any
 
 from loopformers.errors import ConfigError, check_count
 from loopformers.files import write_whole
+from loopformers.folders import foreign_names, owned
+from loopformers.readers import read_json
+from loopformers.records import make_record
 from loopformers.studies.workers import Emit, Failed, TaskEvent, run_tasks
+from loopformers.training.checkpoints import remove_all
 from loopformers.training.step_log import METRICS_FILE, StepLog
 
 __all__ = ["QuickstartOutcome", "QuickstartSettings", "SystemResult", "run_quickstart"]
@@ -149,11 +153,6 @@ class SystemResult:
     samples: tuple[dict[str, Any], ...]
     """`num_loops`, `prompt` and `continuation` of each sample."""
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> SystemResult:
-        """Undo `dataclasses.asdict` and JSON."""
-        return cls(**{**fields, "budgets": tuple(fields["budgets"]), "samples": tuple(fields["samples"])})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuickstartOutcome:
@@ -204,12 +203,24 @@ def run_quickstart(
         The outcome; a system that failed is in `failures`, and the others are complete.
 
     Raises:
-        ConfigError: The folder holds a run with other settings, or other files.
+        ConfigError: The folder holds a run with other settings, or other files, or another process owns it.
         KeyboardInterrupt: Ctrl-C, after each running system saved a checkpoint.
     """
     check_count("jobs", jobs)
-    folder = Path(output_dir)
+    with owned(output_dir):
+        return _run_quickstart(settings, Path(output_dir), jobs, cache_dir, on_event)
+
+
+def _run_quickstart(
+    settings: QuickstartSettings,
+    folder: Path,
+    jobs: int,
+    cache_dir: str | os.PathLike[str] | None,
+    on_event: Callable[[TaskEvent], None],
+) -> QuickstartOutcome:
     claim_folder(folder, settings)
+    for system in settings.systems:
+        remove_all(system_folder(folder, system, finished=True))  # what a run that was killed at its end has left
     # Last first: the elastic model costs most, and keeps one worker busy while the other trains two.
     missing = [system for system in reversed(settings.systems) if read_result(folder, system) is None]
     task = functools.partial(train_one, settings, folder, None if cache_dir is None else Path(cache_dir))
@@ -255,20 +266,18 @@ def write_outcome(
 
 
 def claim_folder(folder: Path, settings: QuickstartSettings) -> None:
-    """Make the folder this run's own, or see that it is already.
+    """Make the folder this run's own, or see that it is already. A claim without a system in training may be made anew.
 
     Raises:
         ConfigError: It holds another run, or something else.
     """
     asked = json.loads(json.dumps(dataclasses.asdict(settings)))
     path = folder / SETTINGS_FILE
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir={str(folder)!r} is a file; give a folder")
-    if path.exists():
-        try:
-            held = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{str(path)!r} is damaged; choose another output_dir, or remove that folder") from error
+    others = foreign_names(folder) if folder.exists() else []
+    if path.exists() and others != [SETTINGS_FILE]:
+        held: dict[str, Any] = read_json(
+            path, error=ConfigError, remedy="choose another output_dir, or remove that folder"
+        )
         if held != asked:
             names = [name for name in {**asked, **held} if asked.get(name) != held.get(name)]
             changes = ", ".join(f"{name}={asked.get(name)} (there: {held.get(name)})" for name in names)
@@ -277,11 +286,10 @@ def claim_folder(folder: Path, settings: QuickstartSettings) -> None:
                 "continue it, or another output_dir"
             )
         return
-    if folder.exists() and any(folder.iterdir()):
+    if others not in ([], [SETTINGS_FILE]):
         raise ConfigError(
             f"output_dir={str(folder)!r} holds files that are not a quickstart's; choose a new or an empty folder"
         )
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(path, asked)
 
 
@@ -291,9 +299,16 @@ def system_folder(folder: Path, system: str, *, finished: bool) -> Path:
 
 
 def read_result(folder: Path, system: str) -> SystemResult | None:
-    """Return a trained system's result, or None."""
+    """Return a trained system's result, or None.
+
+    Raises:
+        CheckpointError: The file is damaged, or of another version.
+    """
     path = system_folder(folder, system, finished=True) / RESULT_FILE
-    return SystemResult.from_json(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    if not path.exists():
+        return None
+    remedy = f"restore it, or remove {str(path.parent)!r} to train the system again"
+    return make_record(SystemResult, read_json(path, remedy=remedy), path, remedy=remedy)
 
 
 def read_records(folder: Path, system: str) -> list[dict[str, Any]]:

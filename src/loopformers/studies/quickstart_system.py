@@ -5,24 +5,26 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from loopformers.analysis.stability import assess_stability
 from loopformers.data.corpora import load_splits
 from loopformers.data.packing import pack_documents
 from loopformers.data.tokenizer import bundled_tokenizer
 from loopformers.evaluation.budget import evaluate_budgets
+from loopformers.files import writing
 from loopformers.model.config import LoopConfig
 from loopformers.model.modeling import LoopedForCausalLM
 from loopformers.model.quiet import quiet_transformers
 from loopformers.model.tokenizer import continuation_text, encode_prompt
 from loopformers.studies.quickstart import RESULT_FILE, QuickstartSettings, SystemResult, system_folder, write_json
 from loopformers.studies.workers import Emit
+from loopformers.training.checkpoints import remove_all
 from loopformers.training.optimizers import MuonAdamW
 from loopformers.training.run_text import RunText, packed_text
 from loopformers.training.step_log import METRICS_FILE, StepLog
@@ -196,9 +198,10 @@ def _finish(
     finished: Path,
 ) -> None:
     """Turn the training folder into the trained system's: complete when the name changes, then the checkpoints go."""
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
+    with writing(unfinished, SafetensorError):
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
     write_json(unfinished / RESULT_FILE, dataclasses.asdict(result))
-    os.replace(unfinished, finished)
-    for checkpoint in finished.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
+    with writing(finished):
+        os.replace(unfinished, finished)
+    remove_all(finished)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loopformers.files import write_whole
+from loopformers.folders import sweep
 from loopformers.report.page import Block, Page, Picture, Section, save_page
 from loopformers.report.plots import figure_bytes, save_figure
 from loopformers.report.tables import Column, Table
@@ -78,6 +79,8 @@ def write_report(
         plan: Of the page.
     """
     tables = {name: table for name, table in tables.items() if table.rows}
+    for folder in (TABLES_DIR, FIGURES_DIR):
+        sweep(study.folder / folder)
     for name, table in tables.items():
         write_whole(study.folder / TABLES_DIR / f"{name}.csv", table.to_csv())
     for figure in figures:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from loopformers.errors import ConfigError, DataError
-from loopformers.files import write_whole
+from loopformers.files import write_whole, writing
+from loopformers.readers import parse_json
+from loopformers.records import make_record
 from loopformers.studies.grid import Cell, Grid, Label
 from loopformers.training.recipe import differences, from_fields, to_fields
 
@@ -72,11 +75,6 @@ class CellResult:
         """Return the line as plain values."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> CellResult:
-        """Undo `to_json`."""
-        return cls(**fields)
-
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -90,6 +88,17 @@ class Held:
     """Ids of all cells of the grid, in order."""
     results: Mapping[str, CellResult]
     """The last result of each cell that has run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """The first line of a results file."""
+
+    schema: str
+    version: int
+    grid: str
+    title: str
+    cells: tuple[str, ...]
 
 
 class ResultsFile:
@@ -116,7 +125,7 @@ class ResultsFile:
             known = {cell.id: cell for cell in grid.cells}
             for result in held.results.values():
                 self._check_same(result, known.get(result.cell), grid)
-            if held.cells == cells:
+            if held.cells == cells and self.path.read_bytes().endswith(b"\n"):
                 return held
             results = held.results
         header = {"schema": SCHEMA, "version": SCHEMA_VERSION, "grid": grid.name, "title": grid.title, "cells": cells}
@@ -127,45 +136,51 @@ class ResultsFile:
     def append(self, result: CellResult) -> None:
         """Add the line of a cell that has ended."""
         line = json.dumps(result.to_json(), allow_nan=False)
-        with self.path.open("a", encoding="utf-8") as file:
+        with (
+            writing(self.path),
+            self.path.open("r+", encoding="utf-8") as file,
+        ):  # a file that is gone is not begun anew
+            file.seek(0, os.SEEK_END)
             file.write(line + "\n")
 
     def read(self) -> Held:
-        """Return what the file holds. A last line that was cut off by a crash is removed: its cell runs again.
+        """Return what the file holds. A last line that was cut off by a crash is left out: its cell runs again.
 
         Raises:
             DataError: No such file, another schema or version, or a line that is no result.
         """
         if not self.path.exists():
             raise DataError(f"{str(self.path.parent)!r} holds no {RESULTS_FILE}; run the study there first")
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        header = self._header(lines[0] if lines else "")
-        if len(lines) > 1 and not lines[-1].endswith("\n"):
-            write_whole(self.path, "".join(lines := lines[:-1]))
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        header = self._header(lines[0] if lines else b"")
+        if len(lines) > 1 and not lines[-1].endswith(b"\n"):
+            lines.pop()
         results: dict[str, CellResult] = {}
         for number, line in enumerate(lines[1:], start=2):
-            try:
-                result = CellResult.from_json(json.loads(line))
-            except (ValueError, TypeError) as error:
-                raise DataError(
-                    f"line {number} of {str(self.path)!r} is no result of a cell ({error}); restore the file, or remove the "
-                    "line: its cell runs again"
-                ) from error
+            result = self._result(line, number)
             results[result.cell] = result
-        return Held(header["grid"], header["title"], tuple(header["cells"]), results)
+        return Held(header.grid, header.title, header.cells, results)
 
-    def _header(self, line: str) -> dict[str, Any]:
+    def _result(self, line: bytes, number: int) -> CellResult:
+        source = f"line {number} of {str(self.path)!r}"
+        remedy = "restore the file, or remove the line: its cell runs again"
         try:
-            header: dict[str, Any] = json.loads(line)
-            found = header["schema"], header["version"]
-        except (ValueError, KeyError, TypeError) as error:
+            return make_record(CellResult, _parse(line, source), source, error=DataError, remedy=remedy)
+        except DataError as error:
+            raise DataError(f"{source} is no result of a cell ({error}); {remedy}") from error
+
+    def _header(self, line: bytes) -> Header:
+        try:
+            fields = _parse(line, str(self.path))
+            found = fields["schema"], fields["version"]
+        except (DataError, KeyError) as error:
             raise DataError(f"{str(self.path)!r} is no results file of a study; choose another output_dir") from error
         if found != (SCHEMA, SCHEMA_VERSION):
             raise DataError(
                 f"{str(self.path)!r} has schema {found[0]!r} version {found[1]!r}, and this version of loopformers reads "
                 f"{SCHEMA!r} version {SCHEMA_VERSION}; choose another output_dir, or use the version that wrote it"
             )
-        return header
+        return make_record(Header, fields, str(self.path), error=DataError, remedy="choose another output_dir")
 
     def _check_same(self, result: CellResult, cell: Cell | None, grid: Grid) -> None:
         folder = str(self.path.parent)
@@ -180,6 +195,14 @@ class ResultsFile:
                 f"output_dir={folder!r} holds results of another grid: cell {result.cell!r} has {changes}; give the grid that "
                 "it was made with, or another output_dir"
             )
+
+
+def _parse(line: bytes, source: str) -> dict[str, Any]:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{source} is not UTF-8 text") from error
+    return parse_json(text, dict, source, DataError, "restore the file")
 
 
 def failed(cell: Cell, error: str) -> CellResult:
