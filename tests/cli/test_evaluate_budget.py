@@ -182,3 +182,18 @@ def test_a_tokenizer_of_another_model_is_refused(
     assert "2048 entries" in capsys.readouterr().err
     assert main(["evaluate", "budget", str(tmp_path / "small"), "--no-time"]) == 2
     assert "holds no tokenizer" in capsys.readouterr().err
+
+
+def test_a_result_that_was_cut_off_is_no_result(
+    checkpoints: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("budgets.csv", "budgets.svg", ".budgets.json.1.partial"):
+        (out / name).write_text("half")
+    arguments = [str(checkpoints / "lt"), "--data", text, "--split-by", "tail", "--windows", "2", "--seq-len", "24"]
+    budget(capsys, *arguments, "--no-time", "--output-dir", str(out))
+    assert sorted(path.name for path in out.iterdir()) == ["budgets.csv", "budgets.json", "budgets.svg"]
+    assert "half" not in (out / "budgets.csv").read_text()
+    assert main(["evaluate", "budget", "nowhere", "--output-dir", str(tmp_path / "new")]) == 2
+    assert not (tmp_path / "new").exists()

@@ -170,3 +170,29 @@ def test_two_processes_train_as_one_and_the_first_alone_speaks(place: Path, caps
     )
     assert second["loss_parts"] == pytest.approx(first["loss_parts"], rel=1e-5)
     assert second["gradient_norm"] == pytest.approx(first["gradient_norm"], rel=1e-4)
+
+
+def test_a_second_interrupt_says_that_no_checkpoint_was_saved(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt_twice(self: TrainingBar, progress: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(TrainingBar, "on_progress", interrupt_twice)
+    assert main(["train", "--config", "my.yaml"]) == 130
+    assert "Interrupted at once, without a new checkpoint. The same command continues" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_note(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_after(5, patch)
+        assert main(["train", "--config", "my.yaml"]) == 130
+    (place / "run" / "checkpoint-5" / "optimizer.pt").unlink()
+    capsys.readouterr()
+    assert main(["train", "--config", "my.yaml"]) == 0
+    error = capsys.readouterr().err
+    assert "note: 'run/checkpoint-5' is damaged: optimizer.pt is missing; training goes on from checkpoint-4" in error
+    assert "warnings.warn" not in error

@@ -156,3 +156,31 @@ def test_a_folder_that_is_no_studys_is_refused_and_left_alone(grid: Grid, tmp_pa
     with pytest.raises(DataError, match="run the study there first"):
         read_study(tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_study_that_is_running_cannot_be_started_again(grid: Grid, tmp_path: Path) -> None:
+    refused: list[int] = []
+
+    def start_again(event: Any) -> None:
+        if refused or not isinstance(event, Reported):
+            return
+        child = os.fork()
+        if not child:
+            try:
+                run_study(grid, tmp_path / "study", jobs=1)
+            except ConfigError as error:
+                os._exit(5 if f"in use by process {os.getppid()} on " in str(error) else 6)
+            os._exit(0)
+        refused.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    study = run_study(grid, tmp_path / "study", jobs=1, on_event=start_again)
+    assert refused == [5]
+    assert study.missing == ()
+    assert not list((tmp_path / "study").glob(".*"))
+
+
+def test_what_a_killed_start_left_does_not_block_a_study(grid: Grid, tmp_path: Path) -> None:
+    (tmp_path / f".results.jsonl.{os.getpid()}.partial").touch()
+    (tmp_path / ".loopformers.lock").touch()
+    assert open_study(grid, tmp_path).missing == tuple(cell.id for cell in grid.cells)
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]

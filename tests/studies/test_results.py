@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loopformers.errors import ConfigError, DataError
+from loopformers.errors import ConfigError, DataError, WriteError
 from loopformers.studies.grid import Grid, expand_grid
 from loopformers.studies.results import RESULTS_FILE, CellResult, ResultsFile, failed
 from loopformers.training.recipe import to_fields
@@ -111,3 +111,39 @@ def test_a_line_cut_off_by_a_crash_is_removed_and_a_damaged_one_refused(
 def test_a_folder_without_results_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no results.jsonl; run the study there first"):
         ResultsFile(tmp_path).read()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"colour": 1}, "has a field 'colour' that this version of loopformers does not know"),
+        ({"status": "done"}, "its field 'status' is 'done'"),
+        ({"seconds": "long"}, "its field 'seconds' holds 'long' where a number or null must be"),
+        ({"curves": []}, "its field 'curves' holds list where an object must be"),
+        ({"cell": None}, "its field 'cell' holds None where a text must be"),
+    ],
+)
+def test_a_result_of_another_version_or_type_is_refused_with_its_line(
+    grid: Grid, make: Callable[..., CellResult], tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    file = ResultsFile(tmp_path)
+    file.begin(grid)
+    file.append(result_of(grid, 0, make))
+    header, line = file.path.read_text().splitlines()
+    file.path.write_text(f"{header}\n{json.dumps(json.loads(line) | change)}\n")
+    with pytest.raises(DataError, match=rf"line 2 of .*{said}"):
+        file.read()
+
+
+def test_results_that_vanish_are_not_begun_without_a_header(
+    grid: Grid, make: Callable[..., CellResult], tmp_path: Path
+) -> None:
+    file = ResultsFile(tmp_path)
+    file.begin(grid)
+    file.path.unlink()
+    with pytest.raises(WriteError, match=r"results\.jsonl' cannot be written"):
+        file.append(result_of(grid, 0, make))
+    assert not file.path.exists()
+    file.path.write_text(json.dumps({"schema": "loopformers.study", "version": 1, "grid": 3}))
+    with pytest.raises(DataError, match="its field 'grid' holds 3 where a text must be"):
+        file.read()

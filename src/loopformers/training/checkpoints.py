@@ -48,8 +48,8 @@ FOLDER = re.compile(r"checkpoint-(\d{1,18})")
 
 MAX_STEP = 10**18
 
-BLOCK = 2**20
-"""Bytes that are read at a time for a digest."""
+BLOCK = 2**18
+"""Bytes that are read at a time for a digest: few enough to stay in the processor's cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,10 +271,11 @@ def _files(folder: Path) -> list[Path]:
 def _measure(path: Path) -> tuple[int, str]:
     """Return a file's size and digest. CRC-32 finds every damaged block at the speed of memory, and forgery is no concern."""
     size = digest = 0
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            size += len(block)
-            digest = zlib.crc32(block, digest)
+    block = memoryview(bytearray(BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            size += count
+            digest = zlib.crc32(block[:count], digest)
     return size, f"crc32:{digest:08x}"
 
 
