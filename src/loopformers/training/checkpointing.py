@@ -179,11 +179,14 @@ class WholeCheckpoints(Trainer):
         ) from failure
 
     def _what_remains(self) -> str:
-        last = last_complete_checkpoint(self.args.output_dir)
-        rest = "no earlier one exists" if last is None else f"{last.name} is whole: free space and resume from it"
         lost = [log.path.name for log in self.logs if log.num_records and not log.path.exists()]
         if lost:
-            rest += f"; {', '.join(lost)} and all records in it are gone: was the folder removed or moved?"
+            return (
+                f"training stopped: {', '.join(lost)} and all records in it are gone, with whatever else was removed; was the "
+                "folder moved? Put it back, or start the run anew"
+            )
+        last = last_complete_checkpoint(self.args.output_dir)
+        rest = "no earlier one exists" if last is None else f"{last.name} is whole: free space and resume from it"
         return f"training stopped, and {rest}"
 
     def _on_any_rank(self, here: bool) -> bool:
