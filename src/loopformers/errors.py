@@ -7,6 +7,8 @@ Each also derives from the built-in exception that a caller would expect, so `ex
 from __future__ import annotations
 
 import difflib
+import math
+import reprlib
 from collections.abc import Iterable
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "WriteError",
     "check_count",
     "first_line",
+    "shorten",
     "unknown_name",
 ]
 
@@ -69,10 +72,42 @@ class MissingExtraError(LoopformersError, ImportError):
     """A feature needs an optional dependency that is not installed."""
 
 
-def check_count(name: str, value: object, *, at_least: int = 1) -> None:
-    """Raise ConfigError unless a value is a whole number of at least `at_least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigError(f"{name}={value!r} must be a whole number of at least {at_least}")
+class _Shortener(reprlib.Repr):
+    """Writes the beginning and the end of what is long, and the first entries of what is deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 4, 160, 160
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 20
+
+    def repr_int(self, value: int, level: int) -> str:
+        """Python refuses to write whole numbers of more than 4,300 digits."""
+        if value.bit_length() <= 256:
+            return repr(value)
+        return f"<whole number of about {math.ceil(value.bit_length() * math.log10(2)):,} digits>"
+
+
+_SHORTENER = _Shortener()
+
+
+def shorten(value: object) -> str:
+    """Return a value as an error shows it: its `repr`, cut to a length that fits a message, whatever the value holds.
+
+    Example:
+        >>> shorten([1, "a"]), shorten(10**5000), len(shorten("x" * 10**7))
+        ("[1, 'a']", '<whole number of about 5,001 digits>', 160)
+    """
+    text = _SHORTENER.repr(value)
+    return text if len(text) <= 600 else f"{text[:400]}...{text[-100:]}"
+
+
+def check_count(name: str, value: object, *, at_least: int = 1, at_most: int | None = None) -> None:
+    """Raise ConfigError unless a value is a whole number from `at_least` to `at_most` (None: without a ceiling)."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or value < at_least:  # type: ignore[operator]
+        raise ConfigError(f"{name}={shorten(value)} must be a whole number of at least {at_least}")
+    if at_most is not None and value > at_most:  # type: ignore[operator]
+        raise ConfigError(f"{name}={shorten(value)} must be a whole number of at most {at_most:,}")
 
 
 def first_line(error: BaseException) -> str:
@@ -92,6 +127,6 @@ def unknown_name(what: str, value: object, allowed: Iterable[str]) -> str:
         "preset='ftl' is not known; did you mean 'flt'? Choose one of: flt, lt"
     """
     names = sorted(allowed)
-    near = difflib.get_close_matches(str(value), names, n=1)
+    near = difflib.get_close_matches(str(value), names, n=1) if isinstance(value, str) and len(value) < 200 else []
     hint = f" did you mean {near[0]!r}?" if near else ""
-    return f"{what}={value!r} is not known;{hint} {'Choose' if near else 'choose'} one of: {', '.join(names)}"
+    return f"{what}={shorten(value)} is not known;{hint} {'Choose' if near else 'choose'} one of: {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""Read small files that people and other programs write: JSON today, with one error for everything that can be wrong.
+"""Read small files that people and other programs write, JSON and YAML, with one error for everything that can be wrong.
 
 A file that this package did not just write may be missing, truncated, huge, nested a hundred thousand levels deep, or
 hold another type than its reader expects. Every reader here answers with one of our errors, which names the file, what is
@@ -12,9 +12,19 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loopformers.errors import CheckpointError, LoopformersError, first_line
+from loopformers.errors import CheckpointError, ConfigError, LoopformersError, first_line
+from loopformers.yaml_events import YamlError, build_value
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "parse_json", "read_json", "read_text"]
+__all__ = [
+    "MAX_BYTES",
+    "MAX_DEPTH",
+    "MAX_YAML_BYTES",
+    "parse_json",
+    "parse_yaml",
+    "read_json",
+    "read_text",
+    "read_yaml",
+]
 
 T = TypeVar("T")
 
@@ -24,7 +34,11 @@ MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 100
 """Deepest nesting of lists and objects."""
 
+MAX_YAML_BYTES = 2**18
+"""Largest YAML file. People write these, and the largest grid that ships is a hundredth of this."""
+
 JSON_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
+YAML_NAMES: dict[type, str] = {dict: "a mapping", list: "a list"}
 
 
 def read_json(
@@ -72,6 +86,63 @@ def parse_json(
         raise error(
             f"{name} holds {type(value).__name__} where {JSON_NAMES.get(kind, kind.__name__)} must be; {remedy}"
         )
+    return value
+
+
+def read_yaml(
+    path: str | os.PathLike[str],
+    kind: type[T] = dict,  # type: ignore[assignment]
+    *,
+    as_text: bool = False,
+    error: type[LoopformersError] = ConfigError,
+    remedy: str = "correct it there",
+    max_bytes: int = MAX_YAML_BYTES,
+) -> T:
+    """Return the content of a YAML file; keys are text, and an empty file is an empty mapping.
+
+    Args:
+        path: The file.
+        kind: Python type of the outermost value: dict or list.
+        as_text: Keep scalars as they are written, for a reader that knows what each must be; only null becomes None.
+            Otherwise an unquoted scalar is null, true, false, a decimal number, or else text: `on`, `0o17`, `12:30` and
+            `2024-01-31` are text.
+        error: What to raise.
+        remedy: What the reader of an error can do; ends its text.
+        max_bytes: Largest file to read.
+
+    Raises:
+        LoopformersError: Of the type `error`: as `read_json`; also a key that stands twice in a mapping, a tag, a second
+            document, or aliases that stand for more than a file can hold.
+    """
+    text = read_text(path, error=error, remedy=remedy, max_bytes=max_bytes)
+    return parse_yaml(text, kind, path, as_text=as_text, error=error, remedy=remedy)
+
+
+def parse_yaml(
+    text: str,
+    kind: type[T],
+    source: str | os.PathLike[str],
+    *,
+    as_text: bool = False,
+    error: type[LoopformersError] = ConfigError,
+    remedy: str = "correct it there",
+) -> T:
+    """Return the value of a YAML text; `source` names where it comes from in errors. See `read_yaml`."""
+    import yaml
+
+    name = os.fspath(source)
+    try:
+        value = build_value(yaml.parse(text, Loader=yaml.SafeLoader), as_text=as_text, max_depth=MAX_DEPTH)
+    except YamlError as refusal:
+        raise error(f"{name}{refusal}; {remedy}") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as cause:  # ValueError: an escape beyond Unicode
+        reason = " ".join(str(cause).split())
+        raise error(f"{name} is not readable YAML ({reason[:300]}); {remedy}") from cause
+    if value is None and kind is dict:
+        value = {}
+    if not isinstance(value, kind):
+        found = "a list" if isinstance(value, list) else "a single value"
+        raise error(f"{name} holds {found} where {YAML_NAMES.get(kind, kind.__name__)} must be; {remedy}")
     return value
 
 
