@@ -46,17 +46,17 @@ def test_no_schedule_means_uniform_over_the_budget_or_the_trained_loops():
     [
         ("coarse-frist:4", r"schedule='coarse-frist:4' is not known; did you mean 'coarse-first'\?"),
         ("spiral", r"schedule='spiral' is not known; choose one of: coarse-first, fine-first, uniform"),
-        ("uniform:x", "'x' is no number of loops"),
+        ("uniform:x", "'x' is not a number of loops"),
         ([0.5, 0.4], r"sum to 0\.9, and must sum to 1"),
         ("1/2,1/4", r"sum to 0\.75, and must sum to 1"),
         ([1.5, -0.5], "must all be positive"),
-        ([0.5, "half"], "no number"),
-        ([math.nan, 1.0], "no number"),
+        ([0.5, "half"], "'half', which is not a number"),
+        ([math.nan, 1.0], "nan, which is not a number"),
         ("", "not known"),
         ([], "must sum to 1"),
         ("coarse-first:9", "does not fit a grid of 1/8"),
         ("uniform:0", "num_loops=0 must be a whole number of at least 1"),
-        (7, "no number"),
+        (7, "must be a Schedule, text such as"),
     ],
 )
 def test_a_bad_schedule_is_refused_with_value_rule_and_remedy(value, message):

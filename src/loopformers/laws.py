@@ -11,7 +11,8 @@ import random
 from dataclasses import dataclass
 from typing import Literal, Protocol, assert_never, get_args
 
-from loopformers.errors import ConfigError, unknown_name
+from loopformers.errors import ConfigError, check_count, shorten, unknown_name
+from loopformers.limits import MAX_LOOPS, MAX_STEPS
 from loopformers.schedule import Schedule, check_num_loops
 
 __all__ = [
@@ -26,6 +27,9 @@ __all__ = [
     "UniformRange",
     "derive_rng",
 ]
+
+MAX_SIGMA = 10
+"""Widest spread on a log scale: beyond it, rates leave the range of floats."""
 
 ShortSampler = Literal["sequential", "uniform"]
 SHORT_SAMPLERS: tuple[str, ...] = get_args(ShortSampler)
@@ -101,10 +105,12 @@ class PoissonLogNormal:
     sigma: float = 0.5
 
     def __post_init__(self) -> None:
-        if not (self.mean_loops > 1 and math.isfinite(self.mean_loops)):
-            raise ConfigError(f"mean_loops={self.mean_loops} must be above 1, as one loop is always run")
-        if not (self.sigma >= 0 and math.isfinite(self.sigma)):
-            raise ConfigError(f"sigma={self.sigma} must be a finite number of at least 0")
+        if not 1 < self.mean_loops <= MAX_LOOPS:
+            raise ConfigError(
+                f"mean_loops={shorten(self.mean_loops)} must be above 1, as one loop is always run, and at most {MAX_LOOPS}"
+            )
+        if not 0 <= self.sigma <= MAX_SIGMA:
+            raise ConfigError(f"sigma={shorten(self.sigma)} must be a number from 0 to {MAX_SIGMA}")
         if self.max_loops is not None and check_num_loops(self.max_loops) < self.mean_loops:
             raise ConfigError(f"max_loops={self.max_loops} is below mean_loops={self.mean_loops}; raise it")
 
@@ -112,7 +118,7 @@ class PoissonLogNormal:
         """Return uniform steps over the drawn number of loops."""
         rng = derive_rng("poisson-log-normal", seed, step, microbatch)
         rate = math.exp(rng.gauss(math.log(self.mean_loops - 1) - self.sigma**2 / 2, self.sigma))
-        limit = math.ceil(4 * self.mean_loops) if self.max_loops is None else self.max_loops
+        limit = min(math.ceil(4 * self.mean_loops), MAX_LOOPS) if self.max_loops is None else self.max_loops
         # A Poisson draw counts how many exponential waits fit into one unit of time at this rate.
         num_loops, waited = 1, rng.expovariate(rate)
         while waited < 1 and num_loops < limit:
@@ -132,8 +138,7 @@ class Curriculum:
     def __post_init__(self) -> None:
         check_num_loops(self.start_loops)
         check_num_loops(self.end_loops)
-        if self.num_steps < 1:
-            raise ConfigError(f"num_steps={self.num_steps} must be at least 1: the updates that the curriculum takes")
+        check_count("num_steps", self.num_steps, at_most=MAX_STEPS)
 
     def plan(self, *, seed: int, step: int, microbatch: int = 0) -> LoopPlan:
         """Return uniform steps over this step's number of loops."""

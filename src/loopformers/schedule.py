@@ -10,17 +10,24 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from loopformers.errors import ConfigError, unknown_name
+from loopformers.errors import ConfigError, shorten, unknown_name
+from loopformers.limits import MAX_LOOPS
 
 __all__ = ["SCHEDULE_KINDS", "Schedule", "all_schedules", "count_schedules", "is_uniform_text"]
 
 MAX_GRID = 1 << 16
 """Finest grid that explicit step sizes are rounded to."""
+
+STEP_SIZE = re.compile(
+    r"[-+]?([0-9]{1,12}/[0-9]{1,12}|([0-9]{1,12}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][-+]?[0-9]{1,2})?)"
+)
+"""A step size as text. Without bounds, `1e1000000000` alone fills the memory."""
 
 SUM_TOLERANCE = 1e-6
 """How far explicit step sizes may be from a sum of 1 before they are refused."""
@@ -52,12 +59,15 @@ class Schedule:
     def __post_init__(self) -> None:
         if not self.numerators:
             raise ConfigError("a schedule of 0 loops runs nothing; give at least one step size")
+        check_num_loops(len(self.numerators), name="loops of a schedule")
         if min(self.numerators) < 1:
-            raise ConfigError(f"step sizes {self.numerators} on a grid of {self.grid}: each must be at least 1")
+            raise ConfigError(
+                f"step sizes {shorten(self.numerators)} on a grid of {shorten(self.grid)}: each must be at least 1"
+            )
         if sum(self.numerators) != self.grid:
             raise ConfigError(
-                f"step sizes {self.numerators} sum to {sum(self.numerators)}/{self.grid}, and must sum to 1; "
-                f"change them so that they add up to {self.grid}"
+                f"step sizes {shorten(self.numerators)} sum to {shorten(sum(self.numerators))}/{shorten(self.grid)}, and must "
+                f"sum to 1; change them so that they add up to {shorten(self.grid)}"
             )
         divisor = math.gcd(*self.numerators)
         if divisor > 1:  # lowest terms make equality and hashing independent of the grid
@@ -102,18 +112,22 @@ class Schedule:
         Raises:
             ConfigError: They do not sum to 1 within 1e-6, or one is not positive.
         """
-        total = float(sum(step_sizes))
-        if not step_sizes or not abs(total - 1) <= SUM_TOLERANCE:
-            raise ConfigError(f"step sizes {list(map(float, step_sizes))} sum to {total:.6g}, and must sum to 1")
+        check_num_loops(max(1, len(step_sizes)), name="number of step sizes")
+        try:
+            shown, total = shorten(list(map(float, step_sizes))), float(sum(step_sizes))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"step sizes {shorten(step_sizes)} must be numbers that sum to 1") from error
+        if not abs(total - 1) <= SUM_TOLERANCE:
+            raise ConfigError(f"step sizes {shown} sum to {total:.6g}, and must sum to 1")
         if min(step_sizes) <= 0:
-            raise ConfigError(f"step sizes {list(map(float, step_sizes))} must all be positive")
+            raise ConfigError(f"step sizes {shown} must all be positive")
         for limit in (256, 4096, MAX_GRID):  # the coarsest grid that meets the sum exactly: 0.333333 is one third
             exact = [Fraction(step).limit_denominator(limit) for step in step_sizes]
             grid = math.lcm(*(step.denominator for step in exact))
             if sum(exact) == 1 and grid <= MAX_GRID and all(exact):
                 return cls(tuple(int(step * grid) for step in exact), grid)
         raise ConfigError(
-            f"step sizes {list(map(float, step_sizes))} are no fractions of a common grid up to 1/{MAX_GRID}; "
+            f"step sizes {shown} are not fractions of a common grid up to 1/{MAX_GRID}; "
             "write them as fractions ('1/3,2/3') or integers ('1,2')"
         )
 
@@ -148,9 +162,9 @@ class Schedule:
         if isinstance(value, str):
             kind, _, count = value.strip().replace("_", "-").partition(":")
             if kind in SCHEDULE_KINDS:
-                if count and not count.strip().isdigit():
+                if count and not re.fullmatch("[0-9]{1,20}", count.strip()):
                     raise ConfigError(
-                        f"schedule={value!r}: {count!r} is no number of loops; write for example {kind}:4"
+                        f"schedule={shorten(value)}: {shorten(count)} is not a number of loops; write for example {kind}:4"
                     )
                 loops = int(count) if count else (grid if num_loops is None else num_loops)
                 match kind:
@@ -164,11 +178,15 @@ class Schedule:
                 raise ConfigError(
                     unknown_name("schedule", value, SCHEDULE_KINDS) + ", or step sizes such as 1/2,1/4,1/4"
                 )
-            value = [part.strip() for part in value.strip().strip("()[]").split(",")]
-        try:
-            steps = [Fraction(str(step)) for step in value]
-        except (TypeError, ValueError, ZeroDivisionError) as error:
-            raise ConfigError(f"schedule={value!r} holds a step size that is no number: {error}") from error
+            parts: Sequence[Any] = [part.strip() for part in value.strip().strip("()[]").split(",")]
+        elif isinstance(value, Iterable):
+            parts = list(itertools.islice(value, MAX_LOOPS + 1))
+        else:
+            raise ConfigError(
+                f"schedule={shorten(value)} must be a Schedule, text such as coarse-first:4, or a list of step sizes"
+            )
+        check_num_loops(max(1, len(parts)), name="number of step sizes")
+        steps = [_step_size(step, value) for step in parts]
         if len(steps) > 1 and all(step.denominator == 1 and step >= 1 for step in steps):
             return cls(tuple(int(step) for step in steps), int(sum(steps)))
         return cls.explicit(steps)
@@ -206,15 +224,30 @@ class Schedule:
         return f"Schedule({str(self)!r})"
 
 
+def _step_size(step: Any, schedule: Any) -> Fraction:
+    """Return a step size as a fraction; integers are shares that are divided by their sum."""
+    try:
+        if not STEP_SIZE.fullmatch(text := str(step)):
+            raise ValueError
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError) as error:  # ValueError also: str of a whole number of thousands of digits
+        raise ConfigError(
+            f"schedule={shorten(schedule)} holds the step size {shorten(step)}, which is not a number of at most 12 digits; "
+            "write fractions such as 1/2,1/4,1/4, or integers such as 2,1,1"
+        ) from error
+
+
 SCHEDULE_KINDS = ("uniform", "coarse-first", "fine-first")
 
 
 def check_num_loops(num_loops: int, *, name: str = "num_loops") -> int:
-    """Return a number of loops, or raise ConfigError when it is not a whole number of at least 1."""
+    """Return a number of loops, or raise ConfigError when it is not a whole number from 1 to MAX_LOOPS."""
     if isinstance(num_loops, bool) or not hasattr(num_loops, "__index__") or num_loops < 1:
         raise ConfigError(
-            f"{name}={num_loops!r} must be a whole number of at least 1; give the number of passes to run"
+            f"{name}={shorten(num_loops)} must be a whole number of at least 1; give the number of passes to run"
         )
+    if num_loops > MAX_LOOPS:
+        raise ConfigError(f"{name}={shorten(num_loops)} must be at most {MAX_LOOPS:,}; give fewer passes to run")
     return operator.index(num_loops)
 
 

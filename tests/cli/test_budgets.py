@@ -29,9 +29,13 @@ def test_schedules_are_read_in_every_form_on_the_models_grid() -> None:
 @pytest.mark.parametrize(
     ("num_loops", "schedules", "text"),
     [
-        ("1,two", None, "--num-loops 1,two: 'two' is no number of loops; write whole numbers from 1, such as 1,4,12"),
-        ("", None, "'' is no number of loops"),
-        ("1,-2", None, "'-2' is no number of loops"),
+        (
+            "1,two",
+            None,
+            "--num-loops '1,two': 'two' is not a number of loops; write whole numbers from 1, such as 1,4,12",
+        ),
+        ("", None, "'' is not a number of loops"),
+        ("1,-2", None, "num_loops=-2 must be a whole number of at least 1"),
         ("3,0", None, "num_loops=0 must be a whole number of at least 1"),
         (None, ["2/3,1/3"], "does not know step sizes; give num_loops=2 instead"),
         (None, ["0.5,0.4"], "sum to 0.9, and must sum to 1"),

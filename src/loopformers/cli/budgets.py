@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from loopformers.cli.console import print_note
-from loopformers.errors import ConfigError, NonFiniteError
+from loopformers.errors import ConfigError, NonFiniteError, check_count, shorten
+from loopformers.limits import MAX_BUDGETS
 from loopformers.schedule import Schedule
+from loopformers.yaml_events import read_int
 
 if TYPE_CHECKING:
     from loopformers.model.config import LoopConfig
@@ -66,10 +68,13 @@ def parse_budgets(
     if num_loops is None:
         return [config.resolve_schedule() if default is None else default]
     runs = []
-    for part in num_loops.split(","):
-        if not part.strip().isascii() or not part.strip().isdigit():
+    parts = num_loops.split(",")
+    check_count("number of budgets in --num-loops", len(parts), at_most=MAX_BUDGETS)
+    for part in parts:
+        if (count := read_int(part.strip())) is None:
             raise ConfigError(
-                f"--num-loops {num_loops}: {part.strip()!r} is no number of loops; write whole numbers from 1, such as 1,4,12"
+                f"--num-loops {shorten(num_loops)}: {shorten(part.strip())} is not a number of loops; write whole numbers from "
+                "1, such as 1,4,12"
             )
-        runs.append(config.resolve_schedule(num_loops=int(part)))
+        runs.append(config.resolve_schedule(num_loops=count))
     return runs

@@ -76,11 +76,13 @@ def load_model(folder: str) -> LoopedForCausalLM:
     config = load_config(folder)
     if not any((Path(folder) / name).exists() for name in WEIGHTS):
         raise CheckpointError(f"{folder} holds no {WEIGHTS[0]}; copy the weights there, or save the model again")
+    from loopformers.model.memory_check import check_weights
     from loopformers.model.modeling import LoopedForCausalLM
     from loopformers.model.quiet import quiet_transformers
     from loopformers.model.weight_files import check_weight_index
 
     check_weight_index(folder)
+    check_weights(folder, config)
     with quiet_transformers(), _blaming(Path(folder) / "config.json"):
         model, report = LoopedForCausalLM.from_pretrained(
             folder, config=config, local_files_only=True, dtype="auto", output_loading_info=True

@@ -7,11 +7,12 @@ import math
 from collections.abc import Collection
 from typing import Any, Literal
 
-from loopformers.errors import CheckpointError, ConfigError, unknown_name
+from loopformers.errors import CheckpointError, ConfigError, check_count, shorten, unknown_name
 from loopformers.extensions import load_extensions
 from loopformers.laws import SHORT_SAMPLERS, Fixed, Law, LoopPlan, ShortSampler, ShortTrajectory
+from loopformers.limits import MAX_HEADS, MAX_LAYERS, MAX_SEED, MAX_SEQ_LEN, MAX_VOCABULARY, MAX_WIDTH
 from loopformers.model.costs import Costs
-from loopformers.model.inherited import INHERITED, StoredConfig, check_inherited, check_tokens, read_extras, shown
+from loopformers.model.inherited import INHERITED, StoredConfig, check_inherited, check_tokens, read_extras
 from loopformers.model.presets import preset_fields
 from loopformers.nn.conditioning import CONDITIONINGS, ConditioningKind
 from loopformers.nn.init import INIT_SCHEMES, MODULATION_INITS, InitScheme, ModulationInit
@@ -175,28 +176,24 @@ class LoopConfig(Costs, StoredConfig):
 
     def check(self) -> None:
         """Fill in derived sizes and raise ConfigError at the first rule that is broken."""
-        for name in _COUNTS:
-            self._check_count(name, at_least=0 if name in ("num_prelude_layers", "num_coda_layers") else 1)
+        for name, at_most in _COUNTS.items():
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                at_least = 0 if name in ("num_prelude_layers", "num_coda_layers") else 1
+                check_count(name, getattr(self, name), at_least=at_least, at_most=at_most)
+        check_count("loop_seed", self.loop_seed, at_least=0, at_most=MAX_SEED)
         load_extensions()
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:
-                raise ConfigError(unknown_name(name, value if isinstance(value, str) else shown(value), allowed))
+                raise ConfigError(unknown_name(name, value, allowed))
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be true or false")
+                raise ConfigError(f"{name}={shorten(getattr(self, name))} must be true or false")
         check_num_loops(self.num_loops)
         self._check_heads()
         self._check_window()
         self._check_numbers()
         self._check_training()
-
-    def _check_count(self, name: str, *, at_least: int) -> None:
-        value = getattr(self, name)
-        if value is None and name in _OPTIONAL:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise ConfigError(f"{name}={value!r} must be a whole number of at least {at_least}")
 
     def _check_heads(self) -> None:
         if self.intermediate_size is None:
@@ -227,9 +224,10 @@ class LoopConfig(Costs, StoredConfig):
 
     def _check_window(self) -> None:
         pattern = self.window_pattern
-        if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN or set(pattern) - set("SL"):
+        if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_LAYERS or set(pattern) - set("SL"):
             raise ConfigError(
-                f"window_pattern={shown(pattern)} must be a string of S (sliding) and L (full), such as 'SSSL'"
+                f"window_pattern={shorten(pattern)} must be a string of S (sliding) and L (full), such as 'SSSL', of at most "
+                f"{MAX_LAYERS} letters"
             )
         if self.sliding_window is None and "S" in pattern:
             self.sliding_window = max(1, self.max_position_embeddings // 4)
@@ -243,9 +241,7 @@ class LoopConfig(Costs, StoredConfig):
             if not (number >= 0 if may_be_zero else number > 0) or number > largest:
                 kind = "a number of at least 0" if may_be_zero else "a positive number"
                 rest = ", or null for none" if may_be_none else ""
-                raise ConfigError(f"{name}={shown(value)} must be {kind}, at most {largest:g}{rest}")
-        if isinstance(self.loop_seed, bool) or not isinstance(self.loop_seed, int) or abs(self.loop_seed) >= 2**64:
-            raise ConfigError(f"loop_seed={shown(self.loop_seed)} must be a whole number of less than 64 bits")
+                raise ConfigError(f"{name}={shorten(value)} must be {kind}, at most {largest:g}{rest}")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             check_tokens(name, getattr(self, name), self.vocab_size, several=name == "eos_token_id")
 
@@ -360,22 +356,21 @@ class LoopConfig(Costs, StoredConfig):
 
 def _as_number(value: Any) -> float:
     """Return a finite number as it is, and anything else as one that is neither positive, zero nor negative."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return value if is_number else math.nan
 
 
-_COUNTS = (
-    "vocab_size", "pad_vocab_size_multiple", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_prelude_layers", "num_coda_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_rank",
-    "sliding_window", "max_position_embeddings",
-)  # fmt: skip
+_COUNTS = {
+    "vocab_size": MAX_VOCABULARY, "pad_vocab_size_multiple": MAX_VOCABULARY, "hidden_size": MAX_WIDTH,
+    "intermediate_size": MAX_WIDTH, "num_hidden_layers": MAX_LAYERS, "num_prelude_layers": MAX_LAYERS,
+    "num_coda_layers": MAX_LAYERS, "num_attention_heads": MAX_HEADS, "num_key_value_heads": MAX_HEADS,
+    "head_dim": MAX_WIDTH, "kv_lora_rank": MAX_WIDTH, "sliding_window": MAX_SEQ_LEN, "max_position_embeddings": MAX_SEQ_LEN,
+}  # fmt: skip
+"""Whole numbers, each with its ceiling."""
 _OPTIONAL = {
     "pad_vocab_size_multiple", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "kv_lora_rank", "sliding_window",
 }  # fmt: skip
-MAX_PATTERN = 10_000
-"""Longest window pattern; more layers than any model has."""
-
 _NUMBERS = {
     # largest value, whether it may be 0, whether it may be None
     "rope_theta": (1e12, False, False),

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from loopformers.errors import CheckpointError, ConfigError
-from loopformers.model.inherited import check_tokens, shown
+from loopformers.errors import CheckpointError, ConfigError, shorten
+from loopformers.model.inherited import check_tokens
 from loopformers.model.saved_schedule import GENERATION_CONFIG_FILE
 from loopformers.readers import read_json
 
@@ -54,13 +54,13 @@ def check_generation_settings(settings: GenerationConfig, source: object, vocab_
         if value is not None and not (is_number and math.isfinite(value) and smallest <= value <= largest):
             kind = "a whole number" if is_whole else "a number"
             raise CheckpointError(
-                f"the generation configuration of {source} says {name}={shown(value)}, which must be {kind} from {smallest:g} to "
+                f"the generation configuration of {source} says {name}={shorten(value)}, which must be {kind} from {smallest:g} to "
                 f"{largest:g}; mend or delete {GENERATION_CONFIG_FILE}"
             )
     for name in SWITCHES:
         if not isinstance(value := getattr(settings, name, None), bool | None):
             raise CheckpointError(
-                f"the generation configuration of {source} says {name}={shown(value)}, which must be true or false; mend or "
+                f"the generation configuration of {source} says {name}={shorten(value)}, which must be true or false; mend or "
                 f"delete {GENERATION_CONFIG_FILE}"
             )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -7,18 +7,17 @@ the same. So config.json lists the names of such additions under `extra_fields`,
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from loopformers.errors import CheckpointError, ConfigError, unknown_name
+from loopformers.errors import CheckpointError, ConfigError, shorten, unknown_name
 from loopformers.readers import read_json
 
 __all__ = [
-    "EXTRA_FIELDS", "INHERITED", "LOADER_ARGUMENTS", "StoredConfig", "check_inherited", "check_tokens", "read_extras", "shown",
+    "EXTRA_FIELDS", "INHERITED", "LOADER_ARGUMENTS", "StoredConfig", "check_inherited", "check_tokens", "read_extras",
 ]  # fmt: skip
 
 EXTRA_FIELDS = "extra_fields"
@@ -45,14 +44,6 @@ LOADER_ARGUMENTS = {
 
 PROBLEM_TYPES = (None, "regression", "single_label_classification", "multi_label_classification")
 
-_LIMIT = reprlib.Repr()
-_LIMIT.maxstring = _LIMIT.maxother = 80
-
-
-def shown(value: Any) -> str:
-    """Return a value's text for an error, cut where it is long."""
-    return _LIMIT.repr(value)
-
 
 class StoredConfig(PreTrainedConfig):
     """A configuration whose fields are closed, and which reads and writes what others have added all the same."""
@@ -76,7 +67,7 @@ class StoredConfig(PreTrainedConfig):
         """
         if "/" in str(config_dict.get("attn_implementation")):
             raise CheckpointError(
-                f"the configuration names attn_implementation={shown(config_dict['attn_implementation'])}, code that would be "
+                f"the configuration names attn_implementation={shorten(config_dict['attn_implementation'])}, code that would be "
                 "downloaded and run; remove it, and choose an attention function in from_pretrained"
             )
         own = cls.own_fields()
@@ -130,7 +121,7 @@ def check_inherited(fields: Mapping[str, Any]) -> None:
         value = fields.get(name)
         dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
         if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"{name}={shown(value)} must be a floating point type, such as 'float32' or 'bfloat16'")
+            raise ConfigError(f"{name}={shorten(value)} must be a floating point type, such as 'float32' or 'bfloat16'")
     for name, kind, what in (
         ("id2label", dict, "an object of labels by number"),
         ("label2id", dict, "an object of numbers by label"),
@@ -143,13 +134,13 @@ def check_inherited(fields: Mapping[str, Any]) -> None:
         ("return_dict", bool, "true or false"),
     ):
         if fields.get(name) is not None and not isinstance(fields[name], kind):
-            raise ConfigError(f"{name}={shown(fields[name])} must be {what}")
+            raise ConfigError(f"{name}={shorten(fields[name])} must be {what}")
     labels = fields.get("id2label") or {}
     if not all(str(key).isdecimal() and isinstance(label, str) for key, label in labels.items()):
-        raise ConfigError(f"id2label={shown(labels)} must give each number a label, such as {{0: 'no', 1: 'yes'}}")
+        raise ConfigError(f"id2label={shorten(labels)} must give each number a label, such as {{0: 'no', 1: 'yes'}}")
     count = fields.get("num_labels")
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 10**6):
-        raise ConfigError(f"num_labels={shown(count)} must be a whole number from 0 to {10**6:,}")
+        raise ConfigError(f"num_labels={shorten(count)} must be a whole number from 0 to {10**6:,}")
     if fields.get("problem_type") not in PROBLEM_TYPES:
         raise ConfigError(unknown_name("problem_type", fields["problem_type"], PROBLEM_TYPES[1:]))
     if fields.get("is_encoder_decoder"):
@@ -162,7 +153,7 @@ def _check_quantization(value: Any) -> None:
         return
     if not isinstance(value, dict):
         raise ConfigError(
-            f"quantization_config={shown(value)} must be an object or one of transformers' quantisation configurations, such "
+            f"quantization_config={shorten(value)} must be an object or one of transformers' quantisation configurations, such "
             "as BitsAndBytesConfig"
         )
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -183,7 +174,7 @@ def check_tokens(name: str, value: Any, vocab_size: int, *, several: bool = Fals
     for token in value if several and isinstance(value, list) else [value]:
         if token is not None and (isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size):
             raise ConfigError(
-                f"{name}={shown(value)} must be a token from 0 to {vocab_size - 1} (vocab_size={vocab_size}), or null for none"
+                f"{name}={shorten(value)} must be a token from 0 to {vocab_size - 1} (vocab_size={vocab_size}), or null for none"
             )
 
 
@@ -199,7 +190,7 @@ def read_extras(fields: dict[str, Any], reserved: Collection[str]) -> dict[str, 
     """
     names = fields.pop(EXTRA_FIELDS, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"{EXTRA_FIELDS}={shown(names)} must list the names that other tools have added")
+        raise CheckpointError(f"{EXTRA_FIELDS}={shorten(names)} must list the names that other tools have added")
     if hidden := sorted(name for name in names if name in reserved):
         raise CheckpointError(
             f"{EXTRA_FIELDS} names {hidden[0]!r}, which is a part of the configuration itself; remove it from config.json"
@@ -227,6 +218,6 @@ def _check_extras(fields: Mapping[str, Any], reserved: Collection[str]) -> None:
             json.dumps(fields[name])
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"config.{name}={shown(fields[name])} cannot be stored in config.json ({error}); set plain numbers, texts, lists "
+                f"config.{name}={shorten(fields[name])} cannot be stored in config.json ({error}); set plain numbers, texts, lists "
                 "or objects, or delete it"
             ) from error

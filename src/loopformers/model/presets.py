@@ -8,6 +8,7 @@ from typing import Any
 
 from loopformers.errors import ConfigError, unknown_name
 from loopformers.extensions import load_extensions
+from loopformers.limits import MAX_WIDTH
 
 __all__ = ["PRESETS", "preset_fields"]
 
@@ -90,7 +91,7 @@ def preset_fields(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     fields = {**PRESETS[name], **overrides}
     is_flt = PRESETS[name]["init_scheme"] == "flt"
     width = fields["hidden_size"]
-    if isinstance(width, int) and width > 0:
+    if isinstance(width, int) and 0 < width <= MAX_WIDTH:  # LoopConfig refuses the others
         fields.setdefault("num_attention_heads", math.ceil(width / (128 if is_flt else 64)))
         fields.setdefault("intermediate_size", 4 * width if is_flt else math.ceil(2.5 * width))
     return fields

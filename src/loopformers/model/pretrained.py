@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from loopformers.errors import CheckpointError, ConfigError, LoopformersError, check_count, unknown_name
+from loopformers.errors import CheckpointError, ConfigError, LoopformersError, check_count, shorten, unknown_name
 from loopformers.model.config import LoopConfig
 from loopformers.model.generation_settings import check_generation_file, check_generation_settings
-from loopformers.model.inherited import INHERITED, LOADER_ARGUMENTS, check_inherited, shown
+from loopformers.model.inherited import INHERITED, LOADER_ARGUMENTS, check_inherited
 from loopformers.model.weight_files import StoredTensor, check_file_name, check_finite, check_floating, stored_tensors
 from loopformers.nn.head import VocabularyHead
 from loopformers.nn.init import initialize
@@ -40,7 +40,7 @@ class LoopedPreTrainedModel(PreTrainedModel):
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
         if not isinstance(config, LoopConfig):
             raise ConfigError(
-                f"config={shown(config)} must be a LoopConfig; a preset's is LoopConfig.from_preset('flt')"
+                f"config={shorten(config)} must be a LoopConfig; a preset's is LoopConfig.from_preset('flt')"
             )
         config.check()
         try:
@@ -202,7 +202,7 @@ _GONE = {
 
 def _named(kwargs: dict[str, Any]) -> str:
     """Return the arguments of a call for an error."""
-    return ", ".join(f"{name}={shown(value)}" for name, value in sorted(kwargs.items())) or "these files"
+    return ", ".join(f"{name}={shorten(value)}" for name, value in sorted(kwargs.items())) or "these files"
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:
@@ -213,10 +213,10 @@ def _check_arguments(kwargs: dict[str, Any]) -> None:
     check_file_name(kwargs.get("variant"))
     check_inherited({name: value for name, value in kwargs.items() if value != "auto"})
     if not isinstance(kwargs.get("generation_config", GenerationConfig()), GenerationConfig):
-        raise ConfigError(f"generation_config={shown(kwargs['generation_config'])} must be a GenerationConfig")
+        raise ConfigError(f"generation_config={shorten(kwargs['generation_config'])} must be a GenerationConfig")
     for name, remedy in _GONE.items():
         if name in kwargs:
-            raise ConfigError(f"{name}={shown(kwargs[name])}: transformers no longer takes it; {remedy}")
+            raise ConfigError(f"{name}={shorten(kwargs[name])}: transformers no longer takes it; {remedy}")
     refused = {
         "use_safetensors": kwargs.get("use_safetensors") is False,
         "weights_only": kwargs.get("weights_only") is False,
@@ -227,7 +227,7 @@ def _check_arguments(kwargs: dict[str, Any]) -> None:
     for name, is_refused in refused.items():
         if is_refused:
             raise ConfigError(
-                f"{name}={shown(kwargs[name])}: a looped model is read only from safetensors files, never from a pickle or "
+                f"{name}={shorten(kwargs[name])}: a looped model is read only from safetensors files, never from a pickle or "
                 "another program's format; leave it out"
             )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from loopformers.errors import ConfigError
+from loopformers.model.memory_check import free_bytes
 from loopformers.model.modeling import LoopedForCausalLM
 from loopformers.schedule import Schedule
 
@@ -172,9 +173,7 @@ def available_bytes(device: torch.device) -> int:
     """Return the memory that is free on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    import psutil  # type: ignore[import-untyped]  # accelerate brings it
-
-    return int(psutil.virtual_memory().available)
+    return free_bytes()
 
 
 def _loss(model: LoopedForCausalLM, ids: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:

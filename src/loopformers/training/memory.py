@@ -169,6 +169,7 @@ def saved_activation_bytes(config: LoopConfig, batch: Microbatch, trajectories: 
         shared += n * ((d * FLOAT if config.loop_norm else 0) + FLOAT * config.loop_norm)
         shared += sum(_layer_bytes(config, batch, "prelude", i) for i in range(config.num_prelude_layers))
     total = shared
+    loops = [_loop_bytes(config, batch, loop_idx) for loop_idx in (0, 1)]  # all loops after the first save the same
     for num_loops in trajectories:
         recomputed = batch.recomputed_loops(num_loops)
         first_grad = num_loops - batch.gradient_loops(num_loops)
@@ -176,7 +177,7 @@ def saved_activation_bytes(config: LoopConfig, batch: Microbatch, trajectories: 
             if loop_idx - first_grad < recomputed:
                 total += n * d * FLOAT if loop_idx else 0
             else:
-                total += _loop_bytes(config, batch, loop_idx)
+                total += loops[loop_idx > 0]
         total += _conditioning_bytes(config, batch, num_loops)
         # A query injection reads the state itself; where the stream is the state, layer 0 has counted it already.
         if config.injection in ("query_first", "query_all") and config.stream != "state":
@@ -470,12 +471,13 @@ def _loops_peak(
     if accumulates and uses == 1:
         core = 0  # added to what is there
     working = n * (2 * cast(int, config.intermediate_size) + 2 * config.hidden_size) * c
+    loops = [_loop_bytes(config, batch, loop_idx) for loop_idx in (0, 1)]
     live, peak, done = activations, 0, 0
     for num_loops in reversed(trajectories):
         first_grad = num_loops - batch.gradient_loops(num_loops)
         recomputed = batch.recomputed_loops(num_loops)
         for loop_idx in reversed(range(first_grad, num_loops)):
-            whole = _loop_bytes(config, batch, loop_idx)
+            whole = loops[loop_idx > 0]
             runs_again = loop_idx - first_grad < recomputed
             casts = groups["core"] * c if runs_again and c != FLOAT else 0
             arriving = core if done else max(0, core - whole)  # the first gradients come while activations go

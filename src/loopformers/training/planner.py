@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from loopformers.errors import ConfigError
 from loopformers.laws import LoopPlan
+from loopformers.limits import MAX_LOOPS
 from loopformers.schedule import Schedule
 from loopformers.training.calibration import Calibration, device_of
 from loopformers.training.memory import (
@@ -299,7 +300,7 @@ def count_text(recipe: Recipe) -> TextCount:
 
 
 def _is_local(source: str) -> bool:
-    path = Path(source).expanduser()
+    path = Path(source)
     looks_like_path = source.startswith(("/", "./", "../", "~")) or "." in path.suffix
     return source.partition("/")[0] == BUNDLED or path.exists() or looks_like_path
 
@@ -441,7 +442,7 @@ def _loop_counts(config: LoopConfig, deepest: tuple[int, ...]) -> list[int]:
     trained = config.num_loops
     least = 2 if config.objective == "shortcut_consistency" else 1
     counts = {1, math.ceil(trained / 4), math.ceil(trained / 2), trained, 2 * trained, deepest[0]}
-    return sorted(loops for loops in counts if loops >= least)
+    return sorted(loops for loops in counts if least <= loops <= MAX_LOOPS)
 
 
 def _timed(config: LoopConfig) -> LoopPlan:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loopformers.errors import ConfigError, check_count, unknown_name
+from loopformers.limits import MAX_TASK_SIZE
 
 __all__ = [
     "END",
@@ -110,9 +111,9 @@ class RowsBuilder:
 
 
 def check_counts(task: object, **least: int) -> None:
-    """Raise ConfigError unless each named field of a task is a whole number of at least that."""
+    """Raise ConfigError unless each named field of a task is a whole number from that to MAX_TASK_SIZE."""
     for name, at_least in least.items():
-        check_count(f"task.{name}", getattr(task, name), at_least=at_least)
+        check_count(f"task.{name}", getattr(task, name), at_least=at_least, at_most=MAX_TASK_SIZE)
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -8,8 +8,12 @@ from typing import Literal, get_args
 import numpy as np
 
 from loopformers.data.synthetic.contract import SPECIAL_WORDS, Ids, RowsBuilder, TaskRows, check_choice, check_counts
+from loopformers.errors import check_count
 
 __all__ = ["PointerChasing"]
+
+MAX_PAIRED = 1024
+"""Most symbols whose pairs are tokens: a million tokens."""
 
 Answers = Literal["every", "last"]
 Pairs = Literal["two_tokens", "one_token"]
@@ -51,6 +55,8 @@ class PointerChasing:
         check_counts(self, symbols=2, hops=1, questions=1)
         check_choice("answers", self.answers, get_args(Answers))
         check_choice("pairs", self.pairs, get_args(Pairs))
+        if self.pairs == "one_token":  # each pair of symbols is a token of the vocabulary
+            check_count("task.symbols with task.pairs=one_token", self.symbols, at_most=MAX_PAIRED)
 
     @property
     def words(self) -> tuple[str, ...]:
