@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from loopformers.cli.budgets import add_budget_arguments, parse_budgets
 from loopformers.cli.console import json_text, print_heading, print_json, print_note, print_table
+from loopformers.cli.paths import path, path_object
 from loopformers.cli.progress import progress_bar
 from loopformers.cli.results_folder import check_absent, results_folder, save_result
 from loopformers.cli.text import add_text_arguments, label_models, read_scored_text
@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  loopformers analyze runs/quickstart/elastic-flt --output-dir runs/analysis\n"
         "  loopformers analyze runs/loopformer runs/base-loop-exit --num-loops 8,4 --json"
     )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="folder of a checkpoint; at most two")
+    parser.add_argument("models", nargs="+", type=path, metavar="MODEL", help="folder of a checkpoint; at most two")
     add_budget_arguments(parser)
     add_text_arguments(parser)
     parser.add_argument(
         "--output-dir",
-        type=Path,
+        type=path_object,
         metavar="DIR",
         help=f"write {REPORT}, its pictures as PNG, and {RESULT} there (default: tables alone)",
     )

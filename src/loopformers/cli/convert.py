@@ -8,6 +8,7 @@ from typing import Any
 
 from loopformers.cli.console import print_heading, print_json, print_note
 from loopformers.cli.parser import count
+from loopformers.cli.paths import path, path_object
 from loopformers.cli.progress import warnings_as_notes
 from loopformers.errors import CheckpointWarning, ConfigError
 from loopformers.readers import read_json
@@ -27,19 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  loopformers convert checkpoints/d6 models/flt-small --tokenizer tokenizers/d6"
     )
     parser.add_argument(
-        "official", metavar="OFFICIAL", help="model_*.pt, ckpt.pt or *.safetensors, or the folder of one"
+        "official", type=path, metavar="OFFICIAL", help="model_*.pt, ckpt.pt or *.safetensors, or the folder of one"
     )
-    parser.add_argument("output", metavar="OUT", help="folder to write")
+    parser.add_argument("output", type=path, metavar="OUT", help="folder to write")
     parser.add_argument(
         "--case",
-        type=Path,
+        type=path_object,
         metavar="FILE",
         help="JSON with fields of the official constructor that the checkpoint lacks",
     )
     parser.add_argument(
         "--num-loops", type=count(), metavar="T", help="loops it was trained with; LoopFormer's files do not say"
     )
-    parser.add_argument("--tokenizer", metavar="DIR", help="folder of a tokenizer to put beside the weights")
+    parser.add_argument("--tokenizer", type=path, metavar="DIR", help="folder of a tokenizer to put beside the weights")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace OUT if it is a model that holds no other files"
     )

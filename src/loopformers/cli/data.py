@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.console import print_json, print_note, print_table, stderr
 from loopformers.cli.parser import count
+from loopformers.cli.paths import path
 from loopformers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +58,9 @@ def _add_build(commands: Any) -> None:
         help="names, or paths of .deb files (default: dict-gcide dict-wn dict-foldoc linux-doc sword-comm-mhcc "
         "sword-comm-tdavid anarchism python3-doc perl-doc postgresql-doc git-doc debian-handbook)",
     )
-    parser.add_argument("--output-dir", default="corpus", metavar="DIR", help="folder to write (default: %(default)s)")
+    parser.add_argument(
+        "--output-dir", type=path, default="corpus", metavar="DIR", help="folder to write (default: %(default)s)"
+    )
     parser.add_argument("--rebuild", action="store_true", help="build packages again that are there already")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -74,9 +77,14 @@ def _add_info(commands: Any) -> None:
         "ignores its context. Tokens are kept in the cache, where training finds them."
     )
     parser.add_argument(
-        "source", metavar="SOURCE", help="bundled, a file, a folder, or the name of a dataset, as for `train`"
+        "source",
+        type=path,
+        metavar="SOURCE",
+        help="bundled, a file, a folder, or the name of a dataset, as for `train`",
     )
-    parser.add_argument("--tokenizer", default="bundled", metavar="DIR", help="folder of one (default: %(default)s)")
+    parser.add_argument(
+        "--tokenizer", type=path, default="bundled", metavar="DIR", help="folder of one (default: %(default)s)"
+    )
     parser.add_argument(
         "--seq-len", type=count(), default=256, metavar="N", help="tokens in a window (default: %(default)s)"
     )
@@ -90,7 +98,9 @@ def _add_info(commands: Any) -> None:
         "--text-column", default="text", metavar="NAME", help="where the text is (default: %(default)s)"
     )
     parser.add_argument("--id-column", default="id", metavar="NAME", help="where the id is (default: %(default)s)")
-    parser.add_argument("--cache-dir", metavar="DIR", help="where data and tokens are kept (default: the usual caches)")
+    parser.add_argument(
+        "--cache-dir", type=path, metavar="DIR", help="where data and tokens are kept (default: usual caches)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.budgets import add_budget_arguments, check_finite, parse_budgets
 from loopformers.cli.console import json_text, print_json, print_note, print_table
+from loopformers.cli.paths import path, path_object
 from loopformers.cli.progress import progress_bar
 from loopformers.cli.results_folder import results_folder, save_result
 from loopformers.cli.text import TASK, add_text_arguments, label_models, read_scored_text
@@ -42,12 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  loopformers evaluate budget runs/quickstart/flt runs/quickstart/elastic-flt --output-dir runs/budgets\n"
         "  loopformers evaluate budget runs/mine --data texts --split-by tail --num-loops 1,2,6,12 --no-time --json"
     )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="folder of a checkpoint")
+    parser.add_argument("models", nargs="+", type=path, metavar="MODEL", help="folder of a checkpoint")
     add_budget_arguments(parser)
     add_text_arguments(parser)
     parser.add_argument("--no-time", action="store_true", help="measure no times")
     parser.add_argument(
-        "--output-dir", type=Path, metavar="DIR", help=f"write {', '.join(RESULTS)} there (default: the table alone)"
+        "--output-dir",
+        type=path_object,
+        metavar="DIR",
+        help=f"write {', '.join(RESULTS)} there (default: the table alone)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
 

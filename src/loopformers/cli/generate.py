@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from loopformers.cli.budgets import add_budget_arguments, parse_budgets
 from loopformers.cli.console import argument_text, print_heading, print_json, print_note, read_stdin, write
 from loopformers.cli.parser import count, number, seed
+from loopformers.cli.paths import path
 from loopformers.errors import ConfigError, NonFiniteError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '  loopformers generate runs/quickstart/elastic-flt --prompt "It was a" --exit kl:5e-4\n'
         '  loopformers generate runs/quickstart/elastic-flt --prompt "It was a" --exit kl --average-loops 3'
     )
-    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint")
+    parser.add_argument("model", type=path, metavar="MODEL", help="folder of a checkpoint")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue; - reads it from stdin")
     add_budget_arguments(parser)
     parser.add_argument(
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-beams", type=count(1, MAX_BEAMS), default=1, metavar="B", help="beam search (default: %(default)s)"
     )
     parser.add_argument("--seed", type=seed, default=0, help="of sampling (default: %(default)s)")
-    parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: MODEL)")
+    parser.add_argument("--tokenizer", type=path, metavar="DIR", help="folder of the tokenizer (default: MODEL)")
     parser.add_argument("--json", action="store_true", help="print JSON: prompt, seed, and one sample a run")
 
 

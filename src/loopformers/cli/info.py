@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from loopformers.cli.budgets import add_budget_arguments, parse_budgets
 from loopformers.cli.console import print_json, print_table
 from loopformers.cli.parser import count
+from loopformers.cli.paths import path
 from loopformers.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "model",
+        type=path,
         metavar="MODEL_OR_PRESET",
         help="folder of a checkpoint, or name of a preset such as flt (then ./flt is the folder)",
     )

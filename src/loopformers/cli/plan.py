@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.console import print_json, print_note, print_table
 from loopformers.cli.parser import count, number
+from loopformers.cli.paths import path
 from loopformers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  loopformers plan loopformer-3x8 --peak-tflops 989 --efficiency 0.4 --json"
     )
     parser.add_argument(
-        "--config", action="append", default=[], metavar="RECIPE", help="a recipe, as for `train`; the same as RECIPE"
+        "--config",
+        type=path,
+        action="append",
+        default=[],
+        metavar="RECIPE",
+        help="a recipe, as for `train`; the same as RECIPE",
     )
     parser.add_argument(
         "--processes", type=count(), metavar="N", help="processes, one device each (default: the launcher's, else 1)"
@@ -74,13 +80,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_launcher()
     recipes, fields = split_arguments(arguments.overrides)
-    configs = [*recipes, *arguments.config]
+    from loopformers.training import recipe_file
+
+    configs = recipe_file.default_configs([*recipes, *arguments.config])
     if not configs and not fields:
         raise ConfigError(
             "no recipe to plan; give a YAML file or a shipped recipe's name, such as quickstart-flt (`loopformers train --list` "
             "shows them)"
         )
-    from loopformers.training import recipe_file
     from loopformers.training.planner import TextCount, count_text, make_plan, plan_config
 
     recipe = recipe_file.resolve(configs, fields)

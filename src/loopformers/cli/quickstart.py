@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.console import INTERRUPTED, print_heading, print_json, print_note, print_table, stderr
 from loopformers.cli.parser import count, seed
+from loopformers.cli.paths import path_object
 from loopformers.cli.progress import Bars
 
 if TYPE_CHECKING:
@@ -37,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  loopformers quickstart --output-dir runs/check --fast --json"
     )
     parser.add_argument(
-        "--output-dir", type=Path, default=DEFAULT_OUTPUT_DIR, metavar="DIR", help="folder of the run (%(default)s)"
+        "--output-dir",
+        type=path_object,
+        default=DEFAULT_OUTPUT_DIR,
+        metavar="DIR",
+        help="folder of the run (%(default)s)",
     )
     parser.add_argument(
         "--fast", action="store_true", help="a check: smaller models and fewer steps, in under 90 seconds"

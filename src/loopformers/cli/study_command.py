@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from loopformers.cli.console import INTERRUPTED, print_heading, print_json, print_note, print_table, stderr
 from loopformers.cli.parser import count
+from loopformers.cli.paths import path, path_object
 from loopformers.cli.study_bars import StudyBars
 from loopformers.cli.study_cells import cells_table
 from loopformers.errors import ConfigError
@@ -29,10 +30,13 @@ CONTINUES = "The same command continues a study: finished cells are kept, failed
 def add_study_arguments(parser: argparse.ArgumentParser, *, default_grid: str) -> None:
     """Declare the arguments that every study takes."""
     parser.add_argument(
-        "--config", metavar="GRID", help=f"a grid's YAML file or the name of a bundled one ({default_grid})"
+        "--config", type=path, metavar="GRID", help=f"a grid's YAML file or the name of a bundled one ({default_grid})"
     )
     parser.add_argument(
-        "--output-dir", type=Path, metavar="DIR", help=f"folder of the study ({OUTPUT_ROOT}/ and the grid's name)"
+        "--output-dir",
+        type=path_object,
+        metavar="DIR",
+        help=f"folder of the study ({OUTPUT_ROOT}/ and the grid's name)",
     )
     parser.add_argument(
         "--jobs", type=count(), default=2, help="cells trained at the same time, one core each (%(default)s)"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.parser import count
+from loopformers.cli.paths import path
 from loopformers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is scored")
     group.add_argument(
         "--data",
+        type=path,
         default="bundled",
         metavar="SOURCE",
         help="text: bundled, a file, a folder or a datasets name; or task: held-out rows of the synthetic task that MODEL's "
@@ -55,7 +57,7 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--batch-size", type=count(), default=8, metavar="B", help="windows at a time (default: %(default)s)"
     )
-    group.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: MODEL)")
+    group.add_argument("--tokenizer", type=path, metavar="DIR", help="folder of the tokenizer (default: MODEL)")
 
 
 def read_scored_text(arguments: argparse.Namespace, configs: Mapping[str, LoopConfig]) -> dict[str, ScoredText]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING, Any
 
 from loopformers.cli.console import INTERRUPTED, print_heading, print_json, print_note, print_table, stderr, write
+from loopformers.cli.paths import path
 from loopformers.cli.progress import Bars, warnings_as_notes
-from loopformers.errors import CheckpointWarning, ConfigError, LoopformersError
+from loopformers.errors import CheckpointWarning, ConfigError, LoopformersError, shorten
 from loopformers.schedule import is_uniform_text
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--config",
+        type=path,
         action="append",
         default=[],
         metavar="RECIPE",
@@ -78,13 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
     from loopformers.training import recipe_file
     from loopformers.training.launcher import check_launcher
 
+    _check_alone(arguments)
     if arguments.list:
         return _list_recipes(as_json=arguments.json)
     if arguments.fields:
         return _list_fields(as_json=arguments.json)
     is_main = check_launcher() == 0
     try:
-        configs = arguments.config or _config_of_environment()
+        configs = recipe_file.default_configs(arguments.config)
         if not configs and not arguments.print_config:
             raise ConfigError(
                 "no recipe is given; name one with --config: a YAML file, or a shipped one such as quickstart-flt (--list "
@@ -101,9 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
         return FAILED_ELSEWHERE
 
 
-def _config_of_environment() -> list[str]:
-    config = os.environ.get("LOOPFORMERS_CONFIG")
-    return [config] if config else []
+def _check_alone(arguments: argparse.Namespace) -> None:
+    """Refuse what a listing would not look at."""
+    listings = [flag for flag in ("list", "fields", "print_config") if getattr(arguments, flag)]
+    if len(listings) > 1:
+        raise ConfigError(f"--{listings[0]} and --{listings[1]} each print one thing and stop; give one of them")
+    if listings and listings[0] != "print_config" and (given := [*arguments.config, *arguments.overrides]):
+        raise ConfigError(f"--{listings[0]} reads no recipe, so {shorten(given[0])} has no effect; leave it out")
 
 
 def _train(recipe: Recipe, *, as_json: bool) -> int:

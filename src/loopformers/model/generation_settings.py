@@ -54,8 +54,8 @@ def check_generation_settings(settings: GenerationConfig, source: object, vocab_
         if value is not None and not (is_number and math.isfinite(value) and smallest <= value <= largest):
             kind = "a whole number" if is_whole else "a number"
             raise CheckpointError(
-                f"the generation configuration of {source} says {name}={shorten(value)}, which must be {kind} from {smallest:g} to "
-                f"{largest:g}; mend or delete {GENERATION_CONFIG_FILE}"
+                f"the generation configuration of {source} says {name}={shorten(value)}, which must be {kind} from {smallest:g} "
+                f"to {largest:g}; mend or delete {GENERATION_CONFIG_FILE}"
             )
     for name in SWITCHES:
         if not isinstance(value := getattr(settings, name, None), bool | None):

@@ -218,6 +218,6 @@ def _check_extras(fields: Mapping[str, Any], reserved: Collection[str]) -> None:
             json.dumps(fields[name])
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"config.{name}={shorten(fields[name])} cannot be stored in config.json ({error}); set plain numbers, texts, lists "
-                "or objects, or delete it"
+                f"config.{name}={shorten(fields[name])} cannot be stored in config.json ({error}); set plain numbers, texts, "
+                "lists or objects, or delete it"
             ) from error
