@@ -10,11 +10,10 @@ from __future__ import annotations
 import importlib
 import os
 
+from loopformers.environment import IMPORT as VARIABLE
 from loopformers.errors import ConfigError
 
 __all__ = ["VARIABLE", "load_extensions"]
-
-VARIABLE = "LOOPFORMERS_IMPORT"
 
 
 def load_extensions() -> None:

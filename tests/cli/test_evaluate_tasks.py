@@ -90,7 +90,7 @@ def test_a_text_is_one_more_column(checkpoints, questions, tmp_path, capsys):
     [
         (["--tasks", "sciqq"], "did you mean 'sciq'"),
         (["--tasks", ","], "no tasks to evaluate"),
-        (["--tasks", "sciq", "--num-loops", "two"], "is no number of loops"),
+        (["--tasks", "sciq", "--num-loops", "two"], "is not a number of loops"),
         (["--tasks", "sciq", "--num-loops", "0"], "num_loops=0"),
         (["--tasks", "sciq", "--schedule", "1/2,1/3"], "must sum to 1"),
         (["--tasks", "sciq", "--limit", "0"], "--limit: 0 must be"),

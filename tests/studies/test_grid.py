@@ -92,7 +92,7 @@ def test_a_base_is_a_recipes_name_or_fields_over_one() -> None:
         ({"blocks": []}, "grid 'tiny' has no blocks, so no cells"),
         ({"blocks": [{}]}, "grid 'tiny', block 1 is {}, and must be a mapping"),
         ({"blocks": [{"training.seed": []}]}, r"training.seed=\[\] has no values, so the block has no cells"),
-        ({"blocks": [{"attention": ["gqa"]}]}, r"attention=\['gqa'\] is no axis; write section.field with a list"),
+        ({"blocks": [{"attention": ["gqa"]}]}, r"attention=\['gqa'\] is not an axis; write section.field with a list"),
         ({"blocks": [{"attention": {"gqa": 1}}]}, "attention.gqa=1 must be a mapping of recipe fields"),
         ({"blocks": [{"model.preset": ["lt", "ltt"]}]}, "cell model.preset=ltt: preset='ltt' is not known; did you mean 'lt'"),
         ({"blocks": [{"model.lops": [1]}]}, "block 1: field of model='lops' is not known"),
@@ -101,7 +101,7 @@ def test_a_base_is_a_recipes_name_or_fields_over_one() -> None:
          "two cells are named 'flt_T2_seed0' and differ, training.steps=4 and 9; write training.steps as a list"),
         ({"base": 3}, "base=3 must be a recipe's name or file, or a mapping"),
         ({"base": "quickstart-ltt"}, "recipe='quickstart-ltt' is not known"),
-        ({"blocks": [{True: {"a": {}}}]}, "axis True is no text; YAML takes on, off, yes, no and numbers for values"),
+        ({"blocks": [{True: {"a": {}}}]}, "axis True is not text; write the name"),
         ({"axes": 1}, "grid 'tiny': key='axes' is not known"),
     ],
 )  # fmt: skip
@@ -132,8 +132,8 @@ def test_a_grid_is_read_from_a_file_before_a_bundled_one_of_that_name(
     [
         ("stabilty", None, "grid='stabilty' is not known; did you mean 'stability'"),
         ("no.yaml", None, "grid='no.yaml' is no file"),
-        ("bad.yaml", "a: [", "grid '.*bad.yaml' is no readable YAML"),
-        ("list.yaml", "- a", "grid '.*list.yaml' must hold a mapping with the keys title, base, blocks"),
+        ("bad.yaml", "a: [", ".*bad.yaml is not readable YAML"),
+        ("list.yaml", "- a", "list.yaml holds a list where a mapping must be"),
     ],
 )
 def test_a_file_that_is_no_grid_is_refused(

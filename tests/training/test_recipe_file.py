@@ -154,14 +154,14 @@ def test_a_mistyped_variable_is_refused() -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("model: [", "is no readable YAML"),
-        ("- 3", "must hold a mapping from section to fields, and holds a list"),
-        ("model: 3", "model=3 must be a mapping from field to value"),
+        ("model: [", "is not readable YAML"),
+        ("- 3", "holds a list where a mapping must be"),
+        ("model: 3", "model='3' must be a mapping from field to value"),
         ("moedl: {}", "section='moedl' is not known; did you mean 'model'?"),
         ("moedl: 3", "section='moedl' is not known"),
         ("model: {presset: flt}", "field of model='presset' is not known; did you mean 'preset'?"),
-        ("model: {num_loops: [3]}", "model.num_loops=[3] must be a whole number"),
-        ("training: {steps: true}", "training.steps=True must be a whole number"),
+        ("model: {num_loops: [3]}", "model.num_loops=['3'] must be a whole number"),
+        ("training: {steps: true}", "training.steps='true' must be a whole number"),
         ("law: fixed", "law='fixed' is a section; give its fields, such as law.name, or null"),
     ],
 )

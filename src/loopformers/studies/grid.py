@@ -17,6 +17,7 @@ the first. Importing this module loads no torch; reading a grid does.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from loopformers.errors import ConfigError, check_count, unknown_name
+from loopformers.errors import ConfigError, check_count, shorten, unknown_name
+from loopformers.limits import MAX_CELLS, MAX_SEED
+from loopformers.readers import read_yaml
 from loopformers.training.recipe import Recipe, differences, flatten
-from loopformers.training.recipe_file import find_yaml, load, override, yaml_names
+from loopformers.training.recipe_file import find_yaml, load, override, read_value, yaml_names
 
 __all__ = ["GRIDS_DIR", "Cell", "Grid", "Label", "bundled_grids", "expand_grid", "load_grid"]
 
@@ -88,12 +89,7 @@ def load_grid(name: str | os.PathLike[str], *, seeds: Sequence[int] | None = Non
         ConfigError: No such file, no YAML, an unknown field, system or axis, a grid without cells, or a cell that is not legal.
     """
     path = find_yaml("grid", name, GRIDS_DIR)
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"grid {str(path)!r} is no readable YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"grid {str(path)!r} must hold a mapping with the keys {', '.join(KEYS)}")
+    content: dict[str, Any] = read_yaml(path, as_text=True)
     return expand_grid(content, name=path.stem, seeds=seeds)
 
 
@@ -110,6 +106,10 @@ def expand_grid(content: Mapping[str, Any], *, name: str, seeds: Sequence[int] |
     if not isinstance(blocks, list) or not blocks:
         raise ConfigError(f"{origin} has no blocks, so no cells; list at least one mapping from axis to values")
     cells: dict[str, Cell] = {}
+    if (count := sum(_num_cells(block, seeds) for block in blocks)) > MAX_CELLS:
+        raise ConfigError(
+            f"{origin} has {count:,} cells, more than the {MAX_CELLS:,} that a study takes; give fewer values, or several grids"
+        )
     for number, block in enumerate(blocks, start=1):
         for cell in _cells_of(block, base, seeds, f"{origin}, block {number}"):
             known = cells.setdefault(cell.id, cell)
@@ -133,34 +133,50 @@ def _base(given: Any, origin: str) -> Recipe:
         return load(given)
     if given is None or not isinstance(given, Mapping):
         raise ConfigError(
-            f"{origin}: base={given!r} must be a recipe's name or file, or a mapping of a recipe's fields"
+            f"{origin}: base={shorten(given)} must be a recipe's name or file, or a mapping of a recipe's fields"
         )
     fields = flatten(given)
     recipe = fields.pop("recipe", None)
     return override(Recipe() if recipe is None else load(recipe), fields, origin=f"{origin}, base")
 
 
+def _num_cells(block: Any, seeds: Sequence[int] | None) -> int:
+    """Return the product of a block's axes, before any of its values is read."""
+    if not isinstance(block, Mapping):
+        return 0
+    block = block if seeds is None else {**block, SEED: list(seeds)}
+    return math.prod(len(values) for values in block.values() if isinstance(values, list | Mapping) and values)
+
+
 def _cells_of(block: Any, base: Recipe, seeds: Sequence[int] | None, origin: str) -> Iterator[Cell]:
     if not isinstance(block, Mapping) or not block:
-        raise ConfigError(f"{origin} is {block!r}, and must be a mapping from axis to values")
+        raise ConfigError(f"{origin} is {shorten(block)}, and must be a mapping from axis to values")
     if seeds is not None:
         block = {**block, SEED: list(seeds)}
     axes: dict[str, list[tuple[Label, Mapping[str, Any]]]] = {}
     fixed: dict[str, Any] = {}
     for axis, values in block.items():
         if not isinstance(axis, str):
-            raise ConfigError(
-                f"{origin}: axis {axis!r} is no text; YAML takes on, off, yes, no and numbers for values: quote it"
-            )
+            raise ConfigError(f"{origin}: axis {axis!r} is not text; write the name of an axis or of a field")
         points = _points(axis, values, origin)
         if points is None:
             fixed[axis] = values
         else:
             axes[axis] = points
+    _check_apart(axes, origin)
     for chosen in itertools.product(*axes.values()):
         fields = {**fixed, **{key: value for _, point in chosen for key, value in point.items()}}
         labels = {axis: label for axis, (label, _) in zip(axes, chosen, strict=True)}
         yield _cell(override(base, fields, origin=origin), labels, origin)
+
+
+def _check_apart(axes: Mapping[str, Sequence[tuple[Label, Mapping[str, Any]]]], origin: str) -> None:
+    """Refuse a field that two axes of a block set: cells would be named by one value and trained with the other."""
+    owner: dict[str, str] = {}
+    for axis, points in axes.items():
+        for key in {key for _, fields in points for key in fields}:
+            if (other := owner.setdefault(key, axis)) != axis:
+                raise ConfigError(f"{origin}: the axes {other} and {axis} both set {key}; let one of them do so")
 
 
 def _points(axis: str, values: Any, origin: str) -> list[tuple[Label, Mapping[str, Any]]] | None:
@@ -170,20 +186,23 @@ def _points(axis: str, values: Any, origin: str) -> list[tuple[Label, Mapping[st
             return None
         if not values:
             raise ConfigError(f"{origin}: {axis}=[] has no values, so the block has no cells; give at least one")
-        return [(_label(value), {axis: value}) for value in values]
+        read = [read_value(axis, value, origin=origin) for value in values]
+        return [(_label(value), {axis: value}) for value in read]
     if not isinstance(values, Mapping) or not values:
         raise ConfigError(
-            f"{origin}: {axis}={values!r} is no axis; write section.field with a list of values, or a mapping from names to "
-            "the recipe fields that each sets"
+            f"{origin}: {axis}={shorten(values)} is not an axis; write section.field with a list of values, or a mapping from "
+            "names to the recipe fields that each sets"
         )
     for name, fields in values.items():
         if fields is not None and not isinstance(fields, Mapping):
-            raise ConfigError(f"{origin}: {axis}.{name}={fields!r} must be a mapping of recipe fields, empty for none")
+            raise ConfigError(
+                f"{origin}: {axis}.{name}={shorten(fields)} must be a mapping of recipe fields, empty for none"
+            )
     return [(_label(name), flatten(fields or {})) for name, fields in values.items()]
 
 
 def _label(value: Any) -> Label:
-    return value if isinstance(value, Label) else str(value)
+    return value if isinstance(value, Label) else str(list(value))
 
 
 def _cell(recipe: Recipe, labels: Mapping[str, Label], origin: str) -> Cell:
@@ -216,6 +235,6 @@ def _part(axis: str, label: Label) -> str:
 
 def _check_seeds(seeds: Sequence[int]) -> None:
     for seed in seeds:
-        check_count("seeds", seed, at_least=0)
+        check_count("seeds", seed, at_least=0, at_most=MAX_SEED)
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigError(f"seeds={list(seeds)} must name at least one seed, each once")

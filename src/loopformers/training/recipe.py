@@ -16,10 +16,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from loopformers.data.synthetic.registry import TASKS
-from loopformers.errors import ConfigError, check_count, unknown_name
+from loopformers.errors import ConfigError, check_count, shorten, unknown_name
 from loopformers.extensions import load_extensions
 from loopformers.laws import Law
-from loopformers.schedule import Schedule
+from loopformers.limits import MAX_BATCH, MAX_BUDGETS, MAX_LOOPS, MAX_ROW, MAX_SEED, MAX_SEQ_LEN, MAX_STEPS
+from loopformers.paths import expand_path
+from loopformers.schedule import Schedule, check_num_loops
+from loopformers.yaml_events import read_int
 
 if TYPE_CHECKING:
     from loopformers.data.synthetic.contract import Task
@@ -121,9 +124,14 @@ class DataRecipe:
         object.__setattr__(self, "fractions", as_tuple(self.fractions))
         if not self.sources or not all(self.sources):
             raise ConfigError(
-                f"data.sources={list(self.sources)} names no text; give at least one file, folder or name"
+                f"data.sources={shorten(list(self.sources))} names no text; give at least one file, folder or name"
             )
-        check_count("data.seq_len", self.seq_len, at_least=2)
+        object.__setattr__(self, "sources", tuple(expand_path(source, "data.sources") for source in self.sources))
+        object.__setattr__(self, "tokenizer", expand_path(self.tokenizer, "data.tokenizer"))
+        if self.cache_dir is not None:
+            object.__setattr__(self, "cache_dir", expand_path(self.cache_dir, "data.cache_dir"))
+        check_count("data.seq_len", self.seq_len, at_least=2, at_most=MAX_SEQ_LEN)
+        check_count("data.split_seed", self.split_seed, at_least=0, at_most=MAX_SEED)
         if self.streaming and (len(self.sources) > 1 or self.split_by == "tail"):
             raise ConfigError(
                 f"data.streaming=true with sources={list(self.sources)} and split_by={self.split_by!r}: a stream reads one "
@@ -175,19 +183,19 @@ class TrainingRecipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "report_to", tuple(name for name in as_tuple(self.report_to) if name != "none"))
         for name in ("steps", "batch_size", "gradient_accumulation", "log_interval"):
-            check_count(f"training.{name}", getattr(self, name))
-        check_count("training.checkpoints_kept", self.checkpoints_kept, at_least=2)
-        check_count("training.seed", self.seed, at_least=0)
-        check_count("training.kept_loops", self.kept_loops, at_least=0)
+            check_count(f"training.{name}", getattr(self, name), at_most=MAX_BATCH if "batch" in name else MAX_STEPS)
+        check_count("training.checkpoints_kept", self.checkpoints_kept, at_least=2, at_most=MAX_STEPS)
+        check_count("training.seed", self.seed, at_least=0, at_most=MAX_SEED)
+        check_count("training.kept_loops", self.kept_loops, at_least=0, at_most=MAX_LOOPS)
         for name in ("checkpoint_interval", "loss_chunk_tokens", "num_grad_loops"):
             if getattr(self, name) is not None:
-                check_count(f"training.{name}", getattr(self, name))
+                most = {"checkpoint_interval": MAX_STEPS, "loss_chunk_tokens": MAX_SEQ_LEN, "num_grad_loops": MAX_LOOPS}
+                check_count(f"training.{name}", getattr(self, name), at_most=most[name])
         if self.precision not in PRECISIONS:
             raise ConfigError(unknown_name("training.precision", self.precision, PRECISIONS))
         if self.clip is not None and not (self.clip > 0 and math.isfinite(self.clip)):
             raise ConfigError(f"training.clip={self.clip!r} must be a positive number, or null for none")
-        if not self.output_dir:
-            raise ConfigError("training.output_dir='' is no folder; name one, such as runs/mine")
+        object.__setattr__(self, "output_dir", expand_path(self.output_dir, "training.output_dir"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,14 +212,21 @@ class EvaluationRecipe:
     """Windows a forward."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "budgets", as_tuple(self.budgets))
-        check_count("evaluation.windows", self.windows)
-        check_count("evaluation.batch_size", self.batch_size)
+        object.__setattr__(self, "budgets", tuple(map(_budget, as_tuple(self.budgets))))
+        check_count("evaluation.windows", self.windows, at_most=MAX_BATCH)
+        check_count("evaluation.batch_size", self.batch_size, at_most=MAX_BATCH)
         if self.interval is not None:
-            check_count("evaluation.interval", self.interval)
+            check_count("evaluation.interval", self.interval, at_most=MAX_STEPS)
+        check_count("number of evaluation.budgets", len(self.budgets), at_least=0, at_most=MAX_BUDGETS)
         for budget in self.budgets:
             if not isinstance(budget, str):
-                check_count("evaluation.budgets", budget)
+                check_num_loops(budget, name="evaluation.budgets")
+
+
+def _budget(value: Any) -> Any:
+    """Return a number of loops that is written as text as a number; other text is a schedule."""
+    number = read_int(value.strip()) if isinstance(value, str) else None
+    return value if number is None else number
 
 
 def _default(section: str) -> Any:
@@ -248,12 +263,13 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.task is None:
             return
+        check_count("tokens of a row of the task", self.task.seq_len, at_most=MAX_ROW)
         default = DataRecipe()
         for name in (f.name for f in dataclasses.fields(DataRecipe)):
             if getattr(self.data, name) != getattr(default, name):
                 raise ConfigError(
-                    f"data.{name}={getattr(self.data, name)!r} is about text, and a task makes its own rows and words; leave "
-                    "section data out, or task"
+                    f"data.{name}={shorten(getattr(self.data, name))} is about text, and a task makes its own rows and words; "
+                    "leave section data out, or task"
                 )
 
     @property
@@ -329,7 +345,7 @@ def from_fields(fields: Mapping[str, Any]) -> Recipe:
         if given is None:
             continue
         if not isinstance(given, Mapping):
-            raise ConfigError(f"{section}={given!r} must be a mapping from field to value")
+            raise ConfigError(f"{section}={shorten(given)} must be a mapping from field to value")
         if section == "model":
             overrides = {name: value for name, value in given.items() if name != "preset"}
             made[section] = ModelRecipe(**{k: given[k] for k in ("preset",) if k in given}, overrides=overrides)
@@ -370,13 +386,22 @@ def _make(section: str, cls: type, given: Mapping[str, Any]) -> Any:
 
 
 def flatten(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested sections as one mapping from `section.field` to value; a section of None stays."""
+    """Return nested sections as one mapping from `section.field` to value; a section of None stays.
+
+    Raises:
+        ConfigError: A field that is given twice, inside its section and as `section.field`.
+    """
     flat: dict[str, Any] = {}
     for section, value in fields.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{section}.{name}": entry for name, entry in value.items()}
-        else:
-            flat[section] = value
+        named = isinstance(value, Mapping)
+        for key, entry in (
+            {f"{section}.{name}": v for name, v in value.items()} if named else {section: value}
+        ).items():
+            if key in flat:
+                raise ConfigError(
+                    f"{key} is given twice, as {key}={shorten(flat[key])} and {shorten(entry)}; leave one out"
+                )
+            flat[key] = entry
     return flat
 
 
@@ -425,10 +450,9 @@ def check_budgets(budgets: Sequence[int | str], config: LoopConfig) -> tuple[Sch
     """
     runs = [config.resolve_schedule()]
     for budget in budgets:
-        is_count = isinstance(budget, int) or budget.strip().isdigit()
-        runs.append(
-            config.resolve_schedule(num_loops=int(budget)) if is_count else config.resolve_schedule(schedule=budget)
-        )
+        count = _budget(budget)
+        is_count = isinstance(count, int)
+        runs.append(config.resolve_schedule(num_loops=count) if is_count else config.resolve_schedule(schedule=budget))
     return tuple(dict.fromkeys(runs))
 
 

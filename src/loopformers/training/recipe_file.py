@@ -1,12 +1,11 @@
 """Recipes on disk: YAML files, shipped ones by name, with overrides from the environment and the command line.
 
 What is said later wins: recipe files in order, then environment variables (`LOOPFORMERS_MODEL__NUM_LOOPS=12`), then
-arguments (`--model.num_loops 12`). Values are read and checked by jsonargparse against the types of the fields.
+arguments (`--model.num_loops 12`). What is written means the same in all three: see `field_types`.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import inspect
@@ -19,26 +18,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import yaml
-
-from loopformers.errors import ConfigError, unknown_name
+from loopformers.environment import CONFIG, PREFIX, check_variables
+from loopformers.errors import ConfigError, shorten, unknown_name
 from loopformers.files import write_whole
+from loopformers.paths import expand_path
+from loopformers.readers import read_yaml
+from loopformers.training.field_types import argument_value, convert, type_name
 from loopformers.training.recipe import CHOICES, DEFAULT_CHOICE, SECTIONS, Recipe, flatten, from_fields, to_fields
 
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
-
 __all__ = [
-    "ENV_PREFIX",
     "RECIPES_DIR",
     "Field",
+    "default_configs",
     "dump",
     "find",
     "find_yaml",
     "load",
     "override",
+    "read_value",
     "recipe_fields",
     "resolve",
     "save",
@@ -51,9 +50,6 @@ RECIPES_DIR = Path(__file__).parent.parent / "recipes"
 """The recipes that ship with this package."""
 
 SUFFIXES = (".yaml", ".yml")
-
-ENV_PREFIX = "LOOPFORMERS"
-"""Environment variables are `LOOPFORMERS_SECTION__FIELD`, in capitals."""
 
 
 def shipped() -> tuple[str, ...]:
@@ -79,9 +75,9 @@ def find_yaml(kind: str, name: str | os.PathLike[str], shipped_in: Path) -> Path
         shipped_in: Folder of those that ship.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or a path that `expand_path` refuses.
     """
-    path = Path(name).expanduser()
+    path = Path(expand_path(name, kind))
     if path.is_file():
         return path
     names = yaml_names(shipped_in)
@@ -116,6 +112,8 @@ def save(recipe: Recipe, path: str | os.PathLike[str]) -> Path:
 
 def dump(recipe: Recipe) -> str:
     """Return a recipe as YAML, every field named."""
+    import yaml
+
     text: str = yaml.safe_dump(to_fields(recipe), sort_keys=False, allow_unicode=True, width=100)
     return text
 
@@ -141,11 +139,17 @@ def resolve(
         _merge(flat, _read_file(find(config)))
     variables = _read_environment(os.environ if environ is None else environ)
     _merge(
-        flat, {k: _typed(k, _split(k, text), f"environment variable {_variable(k)}") for k, text in variables.items()}
+        flat, {key: _typed_text(key, text, f"environment variable {_variable(key)}") for key, text in variables.items()}
     )
-    given = _read_arguments(arguments)
-    _merge(flat, {k: _typed(k, _split(k, text), f"argument --{k}") for k, text in given.items()})
+    given = {key: _typed_text(key, text, f"argument --{key}") for key, text in _read_arguments(arguments).items()}
+    _merge(flat, given)
     return from_fields(_nested(flat))
+
+
+def default_configs(configs: Sequence[str]) -> list[str]:
+    """Return the recipes that a command is given, or else the one that the environment names, if any."""
+    named = os.environ.get(CONFIG)
+    return list(configs) or ([named] if named else [])
 
 
 def override(recipe: Recipe, fields: Mapping[str, Any], *, origin: str) -> Recipe:
@@ -162,10 +166,24 @@ def override(recipe: Recipe, fields: Mapping[str, Any], *, origin: str) -> Recip
     """
     flat, typed = flatten(to_fields(recipe)), {}
     for key, value in fields.items():
-        _check_known(key, origin)
-        typed[key] = _typed(key, value, origin)
+        typed[key] = read_value(key, value, origin=origin)
     _merge(flat, typed)
     return from_fields(_nested(flat))
+
+
+def read_value(key: str, value: Any, *, origin: str) -> Any:
+    """Return the value of a field, `section.field`, as its type has it; a section with a choice may be None.
+
+    Args:
+        key: The field.
+        value: As it stands in a file, or a value of Python.
+        origin: Where it was written, for errors.
+
+    Raises:
+        ConfigError: An unknown field, or a value of a wrong type.
+    """
+    _check_known(key, origin)
+    return _typed(key, value, origin)
 
 
 def _merge(flat: dict[str, Any], later: Mapping[str, Any]) -> None:
@@ -244,45 +262,31 @@ def recipe_fields() -> Mapping[str, Field]:
     return types.MappingProxyType(found)
 
 
-@cache
-def _parser() -> ArgumentParser:
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(prog="loopformers train", exit_on_error=False, allow_abbrev=False)
-    for key, field in recipe_fields().items():
-        # No defaults: what is parsed is what was given, and the dataclasses hold the defaults.
-        parser.add_argument(f"--{key}", type=field.type, default=argparse.SUPPRESS, help=field.help)
-    return parser
+def _typed_text(key: str, text: str, origin: str) -> Any:
+    """Return the value of a variable or an argument."""
+    try:
+        value = argument_value(text)
+    except ValueError as error:
+        raise ConfigError(f"{origin}: {key}={shorten(text)} {error}") from error
+    return _typed(key, value, origin)
 
 
 def _typed(key: str, value: Any, origin: str) -> Any:
-    """Return one value in its field's type; text is read as YAML where the type is not text."""
-    if "." not in key:  # a whole section: null, or null as text
-        if value in (None, "null"):
+    """Return one value as its field's type has it."""
+    if "." not in key:  # a whole section
+        if value is None:
             return None
-        raise ConfigError(f"{origin}: {key}={value!r} is a section; give its fields, such as {key}.name, or null")
-    if _is_list(key) and not isinstance(value, list | tuple) and not str(value).startswith("["):
-        value = [value]  # one entry needs no brackets
+        raise ConfigError(
+            f"{origin}: {key}={shorten(value)} is a section; give its fields, such as {key}.name, or null"
+        )
+    field = recipe_fields()[key]
     try:
-        parsed = _parser().parse_object(_nested({key: value}), defaults=False, env=False)
-    except (argparse.ArgumentError, TypeError, ValueError) as error:
-        field = recipe_fields()[key]
+        return convert(value, field.type)
+    except ValueError as error:
         said = f" ({field.help.rstrip('.')})" if field.help else ""
-        raise ConfigError(f"{origin}: {key}={value!r} must be {type_name(field.type)}{said}") from error
-    section, _, name = key.partition(".")
-    return parsed[section][name]
-
-
-def _is_list(key: str) -> bool:
-    field = recipe_fields().get(key)
-    return field is not None and typing.get_origin(field.type) is tuple
-
-
-def _split(key: str, text: str) -> Any:
-    """Read `1,4,12` as a list where a list is asked for; entries that hold commas need brackets: `[1, "2,1,1"]`."""
-    if not _is_list(key) or text.lstrip().startswith("["):
-        return text
-    return [part.strip() for part in text.split(",") if part.strip()]
+        more = f"; it {text}" if (text := str(error).strip()) else ""
+        shown = "null" if value is None else shorten(value)
+        raise ConfigError(f"{origin}: {key}={shown} must be {type_name(field.type)}{said}{more}") from error
 
 
 def _check_known(key: str, origin: str) -> None:
@@ -302,22 +306,12 @@ def _check_known(key: str, origin: str) -> None:
 
 def _read_file(path: Path) -> dict[str, Any]:
     origin = f"recipe {str(path)!r}"
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{origin} is no readable YAML: {reason}") from error
-    if content is None:
-        content = {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{origin} must hold a mapping from section to fields, and holds a {type(content).__name__}")
+    content: dict[str, Any] = read_yaml(path, as_text=True)
     flat: dict[str, Any] = {}
     for section, fields in content.items():
         if isinstance(fields, dict):
             for name, value in fields.items():
-                key = f"{section}.{name}"
-                _check_known(key, origin)
-                flat[key] = _typed(key, value, origin)
+                flat[f"{section}.{name}"] = read_value(f"{section}.{name}", value, origin=origin)
             if not fields:
                 _check_known(f"{section}", origin) if section in CHOICES else _check_section(section, origin)
         else:
@@ -325,7 +319,7 @@ def _read_file(path: Path) -> dict[str, Any]:
                 _check_section(section, origin)
                 if fields is None:  # a section whose fields are all commented out
                     continue
-                raise ConfigError(f"{origin}: {section}={fields!r} must be a mapping from field to value")
+                raise ConfigError(f"{origin}: {section}={shorten(fields)} must be a mapping from field to value")
             flat[section] = _typed(str(section), fields, origin)
     return flat
 
@@ -336,20 +330,28 @@ def _check_section(section: Any, origin: str) -> None:
 
 
 def _variable(key: str) -> str:
-    return f"{ENV_PREFIX}_{key.replace('.', '__').upper()}"
+    return PREFIX + key.replace(".", "__").upper()
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Fields by key; other variables of our prefix are refused where they look like a field."""
-    sections = {f"{ENV_PREFIX}_{f.name.upper()}": f.name for f in dataclasses.fields(Recipe)}
+    """Fields by key; what looks like a field or like another variable of ours, and is none, is refused."""
+    sections = {f"{PREFIX}{f.name.upper()}": f.name for f in dataclasses.fields(Recipe)}
     found = {}
     for variable, text in sorted(environ.items()):
         head, separator, name = variable.partition("__")
-        if head not in sections or (not separator and sections[head] not in CHOICES):
+        if head not in sections:
             continue
         key = f"{sections[head]}.{name.lower()}" if separator else sections[head]
+        if not separator and key not in CHOICES:
+            raise ConfigError(
+                f"environment variable {variable} is a section; give one of its fields, {variable}__FIELD"
+            )
+        if name != name.upper():
+            raise ConfigError(f"environment variable {variable} must be in capitals: {_variable(key)}")
         _check_known(key, f"environment variable {variable}")
         found[key] = text
+    fields = [*recipe_fields(), *CHOICES] if any(v.startswith(PREFIX) for v in environ) else []
+    check_variables(environ, map(_variable, fields))
     return found
 
 
@@ -369,23 +371,7 @@ def _read_arguments(arguments: Sequence[str]) -> dict[str, str]:
     return found
 
 
-# -- words for types -------------------------------------------------------------------------------------------
-
-
-def type_name(kind: Any) -> str:
-    """Say in words what a value must be."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Literal:
-        return "one of " + ", ".join(map(str, args))
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(type_name(arg) for arg in args)
-    if origin in (tuple, list):
-        entries = [arg for arg in args if arg is not Ellipsis]
-        if len(entries) > 1 and Ellipsis not in args:
-            return f"a list of {len(entries)} values, each {type_name(entries[0])}"
-        return f"a list, each entry {type_name(entries[0])}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    return words.get(kind, str(kind))
+# -- what classes say of their fields --------------------------------------------------------------------------
 
 
 def _own_types(cls: type) -> dict[str, Any]:

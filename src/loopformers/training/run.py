@@ -43,6 +43,8 @@ from loopformers.model.tokenizer import vocabulary_size
 from loopformers.schedule import Schedule
 from loopformers.training.callbacks import BudgetValidationCallback
 from loopformers.training.engine import EngineSettings
+from loopformers.training.idle_fields import check_effects
+from loopformers.training.memory_check import check_memory
 from loopformers.training.progress import ProgressListener
 from loopformers.training.recipe import ModelRecipe, Recipe, build_law, check_budgets
 from loopformers.training.recipe_file import dump
@@ -273,7 +275,8 @@ def prepare(recipe: Recipe) -> PreparedRun:
     """Check a recipe against everything that it names, and read its text. Writes nothing but the cache of the text.
 
     Raises:
-        ConfigError: A rule between fields is broken, or the folder holds another run or cannot be written.
+        ConfigError: A rule between fields is broken, the model cannot fit this machine, or the folder holds another
+            run or cannot be written.
         DataError: Text is missing, empty, or too short for a window or a batch.
     """
     check_folder(recipe, compare=False)
@@ -282,6 +285,7 @@ def prepare(recipe: Recipe) -> PreparedRun:
     config = model_config(recipe, tokenizer)
     law = build_law(recipe, config)
     budgets = check_budgets(recipe.evaluation.budgets, config)
+    check_memory(recipe, config, law)
     recipe = dataclasses.replace(recipe, model=_resolved_model(recipe, config))
     check_folder(recipe)
     corpus = corpus_fingerprints(recipe)
@@ -316,7 +320,8 @@ def model_config(recipe: Recipe, tokenizer: Any = None) -> LoopConfig:
         tokenizer: Its tokenizer; None: the recipe or the preset gives the vocabulary.
 
     Raises:
-        ConfigError: An illegal field, a vocabulary smaller than the tokenizer's, or windows beyond learned positions.
+        ConfigError: An illegal field, one without effect, a vocabulary smaller than the tokenizer's, or windows beyond
+            learned positions.
     """
     fields: dict[str, Any] = {
         "max_position_embeddings": recipe.seq_len,
@@ -336,6 +341,7 @@ def model_config(recipe: Recipe, tokenizer: Any = None) -> LoopConfig:
             f"{'data' if recipe.task is None else 'task'}.seq_len={recipe.seq_len} is beyond model.max_position_embeddings="
             f"{config.max_position_embeddings} learned positions; leave the latter out, or give at least that many"
         )
+    check_effects(recipe, config)
     return config
 
 
