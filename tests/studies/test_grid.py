@@ -161,3 +161,44 @@ def test_the_default_grid_is_every_flt_system_and_ours_at_every_t_and_three_seed
     assert {axes["system"] for axes in looped} == {"lt", "lt-input", "lt-query", "flt-residual", "flt", "lt-balanced"}
     assert {axes["loops"] for axes in looped} == {3, 6, 9, 12}
     assert len(grid.cells) == 6 * 4 * 3 + 3
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"blocks": [{"training.seed": list(range(100)), "model.num_loops": list(range(1, 101)), "training.steps": [1, 2]}]},
+         "grid 'tiny' has 20,000 cells, more than the 4,096"),
+        ({"blocks": [{"training.seed": list(range(2000))}, {"training.seed": list(range(3000))}]}, "has 5,000 cells"),
+        ({"blocks": [{"model.num_loops": [2, 3], "system": {"deep": {"model.num_loops": 4}}}]},
+         "the axes model.num_loops and system both set model.num_loops"),
+        ({"base": {"training": {"steps": 3}, "training.steps": 4}}, "training.steps is given twice, as training.steps=3 and 4"),
+        ({"blocks": [{"a": {"one": {"model.num_loops": 2, "model": {"num_loops": 3}}}}]}, "model.num_loops is given twice"),
+        ({"blocks": [{"model.short_weight": [0.5]}]}, "cell model.short_weight=0.5: model.short_weight=0.5 has no effect"),
+        ({"blocks": [{"evaluation.budgets": [[10**6]]}]}, "evaluation.budgets=1000000 must be at most"),
+    ],
+)  # fmt: skip
+def test_a_grid_that_is_too_large_or_contradicts_itself_is_refused(
+    content: dict[str, Any], change: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ids({**content, **change})
+
+
+def test_seeds_in_the_place_of_the_files_count_as_cells(content: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="has 8,000 cells"):
+        ids(content, seeds=list(range(4000)))
+    with pytest.raises(ConfigError, match="seeds=4294967296 must be"):
+        ids(content, seeds=[2**32])
+
+
+def test_a_grid_file_is_read_as_a_recipe_is(content: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    blocks = "blocks:\n  - model.preset: [flt]\n    optimizer.matrix_lr: [1e-2, 3.0e-2]\n"
+    blocks += "    on:\n      no:\n        evaluation.budgets: 1,2\n"
+    path.write_text(yaml.safe_dump({"base": content["base"]}) + blocks, encoding="utf-8")
+    first, second = load_grid(path).cells
+    assert first.axes == {"system": "flt", "loops": 2, "seed": 0, "optimizer.matrix_lr": 0.01, "on": "no"}
+    assert second.recipe.evaluation.budgets == (1, 2)
+    path.write_text(path.read_text() + "blocks: []\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="has the key 'blocks' twice"):
+        load_grid(path)

@@ -64,7 +64,9 @@ def test_a_checkpoint_of_another_stream_or_of_none_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"stream_0\.json is missing"):
         build(tmp_path).train(resume_from_checkpoint=True)
     mark_complete(tmp_path / "checkpoint-3", 3)  # a whole checkpoint of a run that streamed nothing
-    with pytest.raises(CheckpointError, match=r"stream_0\.json does not exist; resume a checkpoint of a run that streamed"):
+    with pytest.raises(
+        CheckpointError, match=r"stream_0\.json does not exist; resume a checkpoint of a run that streamed"
+    ):
         build(tmp_path).train(resume_from_checkpoint=True)
 
 

@@ -12,8 +12,9 @@ from loopformers.cli.parser import count
 from loopformers.cli.paths import path, path_object
 from loopformers.cli.study_bars import StudyBars
 from loopformers.cli.study_cells import cells_table
-from loopformers.errors import ConfigError
+from loopformers.errors import ConfigError, shorten
 from loopformers.folders import owned
+from loopformers.yaml_events import read_int
 
 if TYPE_CHECKING:
     from loopformers.studies.engine import Study
@@ -68,6 +69,11 @@ def run_grid(
 
     folder = arguments.output_dir or OUTPUT_ROOT / Path(name).stem
     if arguments.report_only:
+        if arguments.seeds is not None or arguments.list:
+            other = "--list" if arguments.list else f"--seeds {arguments.seeds}"
+            raise ConfigError(
+                f"--report-only reads the results of --output-dir, so {other} has no effect; give one of the two"
+            )
         held = read_study(folder)
         with owned(folder):
             return _show(write(held), shown, as_json=arguments.json)
@@ -125,7 +131,7 @@ def parse_seeds(text: str | None) -> list[int] | None:
     """
     if text is None:
         return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        raise ConfigError(f"--seeds {text} must be whole numbers, such as 0,1,2")
-    return [int(part) for part in parts]
+    seeds = [read_int(part.strip()) for part in text.split(",")]
+    if any(seed is None or seed < 0 for seed in seeds):
+        raise ConfigError(f"--seeds {shorten(text)} must be whole numbers, such as 0,1,2")
+    return [seed for seed in seeds if seed is not None]

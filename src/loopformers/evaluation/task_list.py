@@ -14,11 +14,11 @@ from typing import Any
 import datasets
 import lm_eval.api.task
 import lm_eval.tasks
-import yaml
 from lm_eval.tasks import TaskManager
 
 from loopformers.errors import ConfigError, DataError, first_line, unknown_name
 from loopformers.evaluation.task_data import HUB, local_splits
+from loopformers.readers import read_yaml
 
 __all__ = ["GROUPS_DIR", "TaskChoice", "choose_tasks", "groups", "load_task", "quiet_harness", "usual_metrics"]
 
@@ -48,7 +48,7 @@ class TaskChoice:
 
 def groups() -> dict[str, dict[str, Any]]:
     """Return the groups of this package by name, as their files have them."""
-    files = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted(GROUPS_DIR.glob("*.yaml"))]
+    files: list[dict[str, Any]] = [read_yaml(file) for file in sorted(GROUPS_DIR.glob("*.yaml"))]
     return {content["group"]: content for content in files}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 from loopformers.errors import CheckpointError, ConfigError, check_count, shorten, unknown_name
@@ -294,9 +294,16 @@ class LoopConfig(Costs, StoredConfig):
 
         Two loops that are told the same compute the same from the same state.
         """
+        return tuple(self._told(run))
+
+    def _told(self, run: Schedule) -> Iterator[Any]:
+        """Yield what `told` returns: two runs mostly differ at the first loop or the second, and have thousands."""
+        times = (n / run.grid for n in itertools.accumulate(itertools.chain((0,), run.numerators)))
         if self.conditioning == "time_and_step" or STREAMS[self.stream].uses_step_size:
-            return tuple(zip(run.times, run.step_sizes, strict=True))
-        return run.times if self.conditioning == "time" else tuple(range(run.num_loops))
+            return zip(times, (n / run.grid for n in run.numerators), strict=False)
+        if self.conditioning == "time":
+            return itertools.islice(times, run.num_loops)
+        return iter(range(run.num_loops))
 
     def shared_loops(self, one: Schedule, other: Schedule) -> int:
         """Return how many loops at their start two runs have in common, so that one need compute them.
@@ -311,7 +318,7 @@ class LoopConfig(Costs, StoredConfig):
             >>> elastic.shared_loops(Schedule.uniform(8), Schedule((1, 1, 6), 8))
             2
         """
-        pairs = zip(self.told(one), self.told(other), strict=False)
+        pairs = zip(self._told(one), self._told(other), strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def shared_by(self, plan: LoopPlan, num_grad_loops: int | None = None) -> int:
@@ -362,7 +369,7 @@ def _as_number(value: Any) -> float:
 
 _COUNTS = {
     "vocab_size": MAX_VOCABULARY, "pad_vocab_size_multiple": MAX_VOCABULARY, "hidden_size": MAX_WIDTH,
-    "intermediate_size": MAX_WIDTH, "num_hidden_layers": MAX_LAYERS, "num_prelude_layers": MAX_LAYERS,
+    "intermediate_size": 4 * MAX_WIDTH, "num_hidden_layers": MAX_LAYERS, "num_prelude_layers": MAX_LAYERS,
     "num_coda_layers": MAX_LAYERS, "num_attention_heads": MAX_HEADS, "num_key_value_heads": MAX_HEADS,
     "head_dim": MAX_WIDTH, "kv_lora_rank": MAX_WIDTH, "sliding_window": MAX_SEQ_LEN, "max_position_embeddings": MAX_SEQ_LEN,
 }  # fmt: skip

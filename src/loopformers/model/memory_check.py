@@ -43,17 +43,21 @@ def free_bytes() -> int:
     return min(int(psutil.virtual_memory().available), machine_bytes())
 
 
-def check_fits(needed: int, what: str, remedy: str, *, available: int | None = None) -> None:
-    """Raise ConfigError where something needs more memory than there is altogether.
+def check_fits(needed: int, what: str, remedy: str, *, available: int | None = None, room: int = 1) -> None:
+    """Refuse what needs more memory than there is altogether.
 
     Args:
         needed: Bytes.
         what: Begins the error: who needs them, and for what.
         remedy: Ends it.
         available: Bytes that there are; default: `machine_bytes()`.
+        room: How many times these must be exceeded: more than 1 where `needed` is an estimate.
+
+    Raises:
+        ConfigError: They are.
     """
     total = machine_bytes() if available is None else available
-    if needed > total:
+    if needed > room * total:
         raise ConfigError(
             f"{what} needs {needed / GIB:,.1f} GiB, and this machine has {total / GIB:,.1f} GiB; {remedy}"
         )

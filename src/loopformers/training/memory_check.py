@@ -69,9 +69,9 @@ def check_memory(recipe: Recipe, config: LoopConfig, law: Law) -> None:
     plan = law.plan(seed=config.loop_seed, step=0)
     activations = saved_activation_bytes(config, batch, trajectories_of(config, plan, training.num_grad_loops))
     check_fits(
-        activations // ROOM,
-        f"a step of {batch.windows:,} windows of {batch.seq_len:,} tokens needs {activations / 2**30:,.1f} GiB of activations; "
-        "a quarter of that",
+        activations,
+        f"keeping the activations of a step of {batch.windows:,} windows of {batch.seq_len:,} tokens",
         "raise training.gradient_accumulation, or lower training.batch_size or the length of windows",
         available=total,
+        room=ROOM,
     )
