@@ -99,7 +99,7 @@ def test_a_list_shows_the_cells_and_runs_nothing(
     [
         (["--fast", "--config", "stability"], "--fast runs a grid of its own, and --config stability is another"),
         (["--config", "stabilty"], "grid='stabilty' is not known; did you mean 'stability'"),
-        (["--seeds", "0,one"], "--seeds 0,one must be whole numbers"),
+        (["--seeds", "0,one"], "--seeds '0,one' must be whole numbers"),
         (["--seeds", "1,1"], r"seeds=[1, 1] must name at least one seed, each once"),
         (["--jobs", "0"], "--jobs: 0 must be a whole number from 1"),
         (["--report-only"], "holds no results.jsonl; run the study there first"),
