@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -35,6 +36,14 @@ def test_fields_become_a_dataclass() -> None:
     assert make_record(Sample, {"name": "a", "loss": 1.5}, "file.json") == Sample(name="a", loss=1.5)
 
 
+def test_strict_json_writes_numbers_that_are_not_finite_as_null_and_texts() -> None:
+    strict = {"name": "a", "loss": None, "scores": {"b": ["inf", "-inf", 2]}, "rate": None}
+    sample = make_record(Sample, strict, "file.json", null_is_nan=True)
+    assert math.isnan(sample.loss)
+    assert sample.scores == {"b": [math.inf, -math.inf, 2.0]}
+    assert sample.rate is None
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -48,9 +57,10 @@ def test_fields_become_a_dataclass() -> None:
         ({"kind": "ugly"}, "its field 'kind' is 'ugly', which is none of 'good', 'bad'"),
         ({"kind": []}, "its field 'kind' is [], which is none of"),
         ({"parts": {"x": 1}}, "its field 'parts' holds dict where a list must be"),
-        ({"parts": [1]}, "its field 'parts' holds int where an object must be"),
-        ({"scores": {"b": ["high"]}}, "its field 'scores' holds 'high' where a number must be"),
+        ({"parts": [1]}, "its field 'parts[0]' holds 1 where an object must be"),
+        ({"scores": {"b": ["high"]}}, "its field 'scores.b[0]' holds 'high' where a number must be"),
         ({"done": 1}, "its field 'done' holds 1 where true or false must be"),
+        ({"loss": 10**400}, "its field 'loss' holds <whole number of about 401 digits> where a number must be"),
         ({"name": ["x" * 99]}, "holds list where a text must be"),
     ],
 )

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from loopformers.errors import ConfigError
+from loopformers.limits import MAX_SEED
 
 __all__ = ["MAX_COUNT", "Parser", "count", "number", "seed"]
 
 MAX_COUNT = 2**31 - 1
 """Largest count that a command takes, of tokens, windows, questions: tensors and files count no further everywhere."""
-
-MAX_SEED = 2**32 - 1
-"""Largest seed: numpy takes no larger one."""
 
 MAX_SHOWN = 30
 """Characters of a number that an error quotes."""

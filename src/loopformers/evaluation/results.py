@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from loopformers.errors import ConfigError, DataError
 from loopformers.files import write_whole
 from loopformers.readers import read_json
-from loopformers.typed import from_fields
+from loopformers.records import make_record
 
 __all__ = [
     "COST_SEQ_LEN",
@@ -261,7 +261,7 @@ def _list(content: Mapping[str, Any], name: str, file: Path) -> list[Any]:
 
 def _entries(kind: type[T], content: Mapping[str, Any], name: str, file: Path) -> Iterator[T]:
     for index, entry in enumerate(_list(content, name, file)):
-        yield from_fields(kind, entry, source=f"{file}: {name}[{index}]", remedy=AGAIN)
+        yield make_record(kind, entry, f"{file}: {name}[{index}]", error=DataError, remedy=AGAIN, null_is_nan=True)
 
 
 def _check(results: Results, file: Path) -> None:
@@ -286,7 +286,7 @@ def _protocol(entry: Any, source: str) -> Protocol:
         raise DataError(f"{source} has no fingerprint; {AGAIN}")
     fields = dict(entry)
     stored = fields.pop("fingerprint")
-    protocol = from_fields(Protocol, fields, source=source, remedy=AGAIN)
+    protocol = make_record(Protocol, fields, source, error=DataError, remedy=AGAIN, null_is_nan=True)
     if protocol.fingerprint != stored:
         raise DataError(
             f"{source}: the protocol of {protocol.task} was changed after its scores were made (fingerprint {stored} there, "

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from loopformers.errors import CheckpointError, ConfigError, LoopformersError, first_line, unknown_name
+from loopformers.errors import CheckpointError, ConfigError, LoopformersError, first_line, shorten, unknown_name
 from loopformers.files import writing
 from loopformers.model.config import LoopConfig
 from loopformers.model.modeling import LoopedForCausalLM
@@ -198,7 +198,7 @@ def _whole(case: Mapping[str, Any], *names: str) -> int:
 def _as_count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
         raise ConfigError(
-            f"the case holds a field of another type than the official constructor's: {name}={_shown(value)}; it must be a "
+            f"the case holds a field of another type than the official constructor's: {name}={shorten(value)}; it must be a "
             f"whole number from 1 to {MAX_COUNT:,}"
         )
     return value
@@ -208,14 +208,9 @@ def _positive(case: Mapping[str, Any], name: str, default: float) -> float:
     value = case.get(name) or default
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_COUNT:
         raise ConfigError(
-            f"the case holds {name}={_shown(value)}; it must be a number above 0 and at most {MAX_COUNT:,}"
+            f"the case holds {name}={shorten(value)}; it must be a number above 0 and at most {MAX_COUNT:,}"
         )
     return float(value)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}.."
 
 
 def _flt_config(case: Mapping[str, Any], weights: Mapping[str, Tensor]) -> LoopConfig:
