@@ -232,7 +232,7 @@ BROKEN = {
     "unknown": (lambda w: w.update({"transformer.extra": torch.zeros(2)}), "'transformer.extra' maps to no parameter"),
     "not finite": (
         lambda w: w["transformer.h.1.mlp.c_fc.weight"].fill_(float("nan")),
-        r"numbers of model\.layers\.1\.mlp\.up_proj\.weight that are infinite or not a number",
+        r"'transformer\.h\.1\.mlp\.c_fc\.weight' holds values that are not finite",
     ),
     "missing": (lambda w: w.pop("transformer.h.1.mlp.c_fc.weight"), r"lacks 1 parameters.*layers\.1\.mlp\.up_proj"),
     "shape": (
