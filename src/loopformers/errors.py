@@ -21,6 +21,7 @@ __all__ = [
     "LoopformersError",
     "MissingExtraError",
     "NonFiniteError",
+    "ObjectiveWarning",
     "WriteError",
     "check_count",
     "first_line",
@@ -66,6 +67,10 @@ class NonFiniteError(LoopformersError, ArithmeticError):
 
 class ExitWarning(UserWarning):
     """An exit rule on a model whose training never decoded the states that its tokens leave with."""
+
+
+class ObjectiveWarning(UserWarning):
+    """A model is being trained on a loss that is not its configured objective."""
 
 
 class MissingExtraError(LoopformersError, ImportError):

@@ -29,6 +29,7 @@ def register_config() -> None:
 def register_models() -> None:
     """Enter our models into the Auto classes for models."""
     from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from loopformers.model.config import LoopConfig
     from loopformers.model.modeling import LoopedForCausalLM
@@ -36,6 +37,8 @@ def register_models() -> None:
 
     AutoModel.register(LoopConfig, LoopedModel, exist_ok=True)
     AutoModelForCausalLM.register(LoopConfig, LoopedForCausalLM, exist_ok=True)
+    # Trainer looks the class's name up here; without it, label smoothing would score each token against its own logits.
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LoopConfig.model_type] = LoopedForCausalLM.__name__
 
 
 AUTO_MODULES: dict[str, Callable[[], None]] = {

@@ -66,6 +66,7 @@ def can_decode_depthwise(
         and not (config.position_embedding == "learned" and longest - 1 > config.max_position_embeddings)
         and "flash" not in (config._attn_implementation or "sdpa")
         and isinstance(options.get(CACHE_NAME), LoopedCache)
+        and "prepare_inputs_for_generation" not in vars(model)  # PEFT puts virtual tokens before the prompt there
         and options.get("inputs_embeds") is None
         and options.get("streamer") is None
         and not options.get("synced_gpus")

@@ -2,6 +2,11 @@
 
 Under an exit rule a token may leave before the last loop and has no keys and values of the loops behind. There its
 deepest ones stand in, which each row takes from the row of the same layer in the loop before (`SlotLayer`).
+
+A prefix, as prefix tuning learns it, arrives as a cache of transformers' own kind: keys and values of virtual tokens that
+come before the first real one. `LoopedCache.from_prefix` reads it, in the order in which layers run: prelude, core, coda. It
+has either one entry for each layer, and a core layer's entry then serves every loop, at any number of loops; or one entry for
+each time that a layer runs, and then fits one number of loops.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from loopformers.schedule import Schedule
 if TYPE_CHECKING:
     from loopformers.model.config import LoopConfig
 
-__all__ = ["LoopedCache", "SlotLayer", "SlotSource"]
+__all__ = ["LoopedCache", "ReadOnlyRows", "SlotLayer", "SlotSource"]
 
 FIRST_CAPACITY = 64
 """Tokens that a row has room for at first; it doubles from there."""
@@ -84,6 +89,13 @@ class SlotLayer(CacheLayerMixin):
         self.values = self._write(self.values, value_states, start)
         self.num_filled = total = start + key_states.shape[-2]
         return self.keys[..., :total, :], self.values[..., :total, :]
+
+    def begin_with(self, keys: Tensor, values: Tensor) -> None:
+        """Hold these tokens, (batch, heads, tokens, dim) twice, as the first."""
+        self.lazy_initialization(keys)
+        # Copies: later tokens may be written in place, and one entry of a prefix may serve several rows.
+        self.keys, self.values = keys.clone(), values.clone()
+        self.num_filled = keys.shape[-2]
 
     def newest(self) -> tuple[Tensor, Tensor]:
         """Return what the call under way has written: (batch, heads, new, dim) twice."""
@@ -169,6 +181,72 @@ class LoopedCache(Cache):
         self.modulations: Tensor | None = None
         self.exit_loops: Tensor | None = None
         self.is_packed = False
+        self.num_prefix_tokens = 0
+
+    @classmethod
+    def from_prefix(cls, config: LoopConfig, schedule: Schedule, prefix: Any) -> LoopedCache:
+        """Return a cache that begins with the keys and values of virtual tokens; gradients flow back to them.
+
+        The prefix is read and never written: what comes after it is in the returned cache only.
+
+        Args:
+            config: Configuration of the model.
+            schedule: Of the run that begins with it.
+            prefix: A cache of transformers' own kind, such as PEFT makes for prefix tuning. Each entry has keys and values
+                of shape (batch, key-value heads, tokens, head dim), keys as attention uses them (rotated and normed). The
+                module's docstring says which entries there must be.
+
+        Raises:
+            CacheError: It is empty or of another kind, does not have these entries, or the model caches latents.
+        """
+        entries: list[tuple[Any, Any]] = [
+            (getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in prefix.layers
+        ]
+        num_tokens = prefix.get_seq_length() if entries else 0
+        if not num_tokens:
+            raise CacheError(
+                f"an empty {type(prefix).__name__} has one row for each layer, and a looped model needs one for each loop of "
+                "each layer; pass model.new_cache(), or nothing"
+            )
+        if config.kv_lora_rank is not None:
+            raise CacheError(
+                f"a prefix of keys and values for a model with kv_lora_rank={config.kv_lora_rank}: its cache holds latents, not "
+                "keys; use another method, such as prompt tuning or LoRA"
+            )
+        layout = config.slot_layout
+        before, core, after = layout.num_prelude_layers, layout.num_core_layers, layout.num_coda_layers
+        loops = range(schedule.num_loops)
+        places: list[tuple[Stage, int, int]] = [("prelude", i, 0) for i in range(before)]
+        places += [("core", i, loop) for loop in loops for i in range(core)]
+        places += [("coda", i, 0) for i in range(after)]
+        if len(entries) == before + core + after:
+            entries = entries[:before] + entries[before : before + core] * len(loops) + entries[before + core :]
+        if len(entries) != len(places):
+            raise CacheError(
+                f"a prefix of {len(entries)} layers for a model of {before + core + after}; give one entry for each layer "
+                f"(prelude, core, coda; of PEFT: num_layers={before + core + after}), or {len(places)}, one for each time that a "
+                f"layer runs in {len(loops)} loops"
+            )
+        batch_size = 0 if entries[0][0] is None else len(entries[0][0])
+        expected = (batch_size, config.num_key_value_heads, num_tokens, config.head_dim)
+        cache = cls(config)
+        for (stage, layer_idx, loop_idx), (keys, values) in zip(places, entries, strict=True):
+            shapes = {None if x is None else tuple(x.shape) for x in (keys, values)}
+            if shapes != {expected}:
+                raise CacheError(
+                    f"a prefix whose {stage} layer {layer_idx} has keys and values of shape {shapes}; this model needs "
+                    f"{expected}: (batch, key-value heads, tokens, head dim), the same number of tokens in every layer"
+                )
+            cache.slot(stage, layer_idx, loop_idx).begin_with(keys, values)
+        cache.schedule = schedule
+        cache.extent.num_tokens = cache.num_prefix_tokens = num_tokens
+        cache.positions = torch.arange(num_tokens, device=entries[0][0].device).expand(batch_size, num_tokens)
+        return cache
+
+    @property
+    def max_cache_len(self) -> int:
+        """-1: no maximum (PEFT's name)."""
+        return -1
 
     def begin(self, schedule: Schedule, batch_size: int) -> None:
         """Fix the schedule and batch size on the first call, and check them on every other.
@@ -260,7 +338,7 @@ class LoopedCache(Cache):
     def reset(self) -> None:
         """Forget everything, the schedule too."""
         self.layers.clear()
-        self.extent.num_tokens = 0
+        self.extent.num_tokens = self.num_prefix_tokens = 0
         self.schedule = self.valid = self.positions = self.modulations = self.exit_loops = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -284,3 +362,33 @@ class LoopedCache(Cache):
         self.positions = None if self.positions is None else change(self.positions)
         self.valid = None if self.valid is None else change(self.valid)
         self.exit_loops = None if self.exit_loops is None else change(self.exit_loops)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOnlyRows:
+    """The rows of a cache, read and not written: each run of a training step goes on from the same tokens.
+
+    Args:
+        cache: Holds the rows.
+    """
+
+    cache: LoopedCache
+
+    def slot(self, stage: Stage, layer_idx: int, loop_idx: int = 0) -> KeyValueSlot:
+        """Return the row of a layer in a loop."""
+        return _ReadOnlyRow(self.cache.slot(stage, layer_idx, loop_idx))
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadOnlyRow:
+    row: SlotLayer
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the row's tokens followed by the new ones: (batch, heads, tokens, dim) twice."""
+        past_keys, past_values, num_past = self.row.keys, self.row.values, self.row.extent.num_tokens
+        if past_keys is None or past_values is None:
+            return keys, values
+        return (
+            torch.cat([past_keys[..., :num_past, :], keys], dim=-2),
+            torch.cat([past_values[..., :num_past, :], values], dim=-2),
+        )

@@ -11,7 +11,7 @@ from transformers import GenerationMixin
 
 from loopformers.errors import CacheError, ConfigError
 from loopformers.laws import LoopPlan
-from loopformers.model.cache import LoopedCache
+from loopformers.model.cache import LoopedCache, ReadOnlyRows
 from loopformers.model.config import LoopConfig
 from loopformers.model.outputs import LoopedCausalLMOutput
 from loopformers.model.pretrained import LoopedPreTrainedModel
@@ -20,7 +20,7 @@ from loopformers.model.transformers_range import CACHE_NAME
 from loopformers.model.trunk import LoopedModel
 from loopformers.nn.head import VocabularyHead
 from loopformers.objectives import OBJECTIVES
-from loopformers.objectives.contract import ObjectiveWeights, Prediction, Targets
+from loopformers.objectives.contract import ObjectiveWeights, Prediction, Targets, check_smoothing
 from loopformers.objectives.cross_entropy import IGNORE
 from loopformers.recurrence.record import LoopRecord
 from loopformers.schedule import Schedule, check_num_loops
@@ -90,6 +90,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         short_schedule: Any = None,
         num_grad_loops: int | None = None,
         targets: Tensor | None = None,
+        smoothing: float = 0.0,
         num_items_in_batch: Tensor | int | None = None,
         logits_to_keep: int | Tensor = 0,
         output_loop_states: bool = False,
@@ -120,6 +121,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             short_schedule: Short trajectory of shortcut consistency; default: drawn by the configured law.
             num_grad_loops: Loops that keep gradients, counted from the last; default: all (truncated back-propagation).
             targets: As `labels`, but aligned with the logits. Give one of the two.
+            smoothing: Label smoothing, from 0 to below 1: share of each target's probability that is spread evenly over the
+                vocabulary, in each cross entropy of the objective. For labels in training mode. (transformers takes any
+                argument with "label" in its name for labels.)
             num_items_in_batch: Targets that the loss is divided by, of all microbatches of a step; default: this one's.
             logits_to_keep: Compute logits of the last so many positions alone (0: all), or of these indices.
             output_loop_states: Return every loop's state.
@@ -168,18 +172,22 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
                     "exit_rule with labels or with states, norms or attentions of every loop: tokens that leave have none; leave "
                     "these out, and measure losses with loopformers.evaluation.exit.measure_exit"
                 )
+            deepest = self.config.resolve_schedule(num_loops, schedule)
             output = exit_rule.run(
                 self,
-                schedule=self.config.resolve_schedule(num_loops, schedule),
+                schedule=deepest,
                 logits_to_keep=logits_to_keep,
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 inputs_embeds=inputs_embeds,
-                cache=self.model.resolve_cache(cache if past_key_values is None else past_key_values, use_cache),
+                cache=self.model.resolve_cache(
+                    cache if past_key_values is None else past_key_values, use_cache, deepest
+                ),
             )
         elif targets is not None and self.training:
             long = self.config.resolve_schedule(num_loops, schedule)
+            given = cache if past_key_values is None else past_key_values
             output = self._objective(
                 long,
                 short_schedule,
@@ -187,7 +195,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
                 attention_mask,
                 position_ids,
                 inputs_embeds,
-                self._targets(targets, num_items_in_batch),
+                self._targets(targets, num_items_in_batch, smoothing),
                 LoopRecord(
                     long.num_loops,
                     states=output_loop_states,
@@ -195,12 +203,17 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
                     diagnostics=output_loop_diagnostics,
                 ),
                 num_grad_loops,
+                None if isinstance(given, LoopedCache) else self.model.resolve_cache(given, False, long),
             )
         else:
             if short_schedule is not None:
                 raise ConfigError("short_schedule has no meaning without labels in training mode; give schedule")
             if num_grad_loops is not None:
                 raise ConfigError("num_grad_loops has no meaning without labels in training mode; leave it out")
+            if num_items_in_batch is not None and targets is None and self.training:
+                self._refuse_kept_labels()
+            if smoothing:
+                raise ConfigError("smoothing has no meaning without labels in training mode; leave it out")
             trunk = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -262,9 +275,19 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         """
         self._draw = (step, microbatch)
 
-    def _targets(self, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Targets:
+    def _targets(self, labels: Tensor, num_items_in_batch: Tensor | int | None, smoothing: float = 0.0) -> Targets:
+        check_smoothing(smoothing)
         count = (labels != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        return Targets(labels, count, self.head, self.loss_chunk_tokens)
+        return Targets(labels, count, self.head, self.loss_chunk_tokens, smoothing)
+
+    def _refuse_kept_labels(self) -> None:
+        """Refuse a count of targets that comes without them: transformers' Trainer keeps labels for a loss of its own."""
+        if self.config.objective != "last_loop":
+            raise ConfigError(
+                f"num_items_in_batch without labels: the trainer keeps them for a loss of its own (label_smoothing_factor or "
+                f"compute_loss_func), and objective={self.config.objective!r} would not be trained; use LoopTrainer, which "
+                "smooths labels inside the objective, or set config.objective='last_loop' to train the last loop only"
+            )
 
     def _objective(
         self,
@@ -277,6 +300,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         targets: Targets,
         record: LoopRecord,
         num_grad_loops: int | None,
+        prefix: LoopedCache | None,
     ) -> LoopedCausalLMOutput:
         config = self.config
         if num_grad_loops is not None:
@@ -289,10 +313,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         plan = LoopPlan(long, self._short(long, short_schedule))
         num_shared = config.shared_by(plan, num_grad_loops)
         shared: list[Tensor] = []  # the state that the long trajectory hands to the short one
-        prepared = self.model.prepare(input_ids, attention_mask, position_ids, inputs_embeds, None, long)
+        prepared = self.model.prepare(input_ids, attention_mask, position_ids, inputs_embeds, prefix, long)
+        rows = None if prefix is None else ReadOnlyRows(prefix)
 
         def predict(state: Tensor) -> Prediction:
-            hidden = self.model.finish(state, prepared)
+            hidden = self.model.finish(state, prepared, rows)
             return Prediction(hidden, self.head(hidden) if self.loss_chunk_tokens is None else None)
 
         def run(schedule: Schedule, *, first_loop: int | None = None) -> list[Prediction]:
@@ -309,7 +334,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
 
             if start is not None and num_shared == schedule.num_loops:
                 return [predict(shared[-1])]
-            self.model.run(prepared, schedule, observer=observe, num_grad_loops=num_grad_loops, start=start)
+            self.model.run(prepared, schedule, cache=rows, observer=observe, num_grad_loops=num_grad_loops, start=start)
             return [predict(state) for state in states]
 
         weights = ObjectiveWeights(config.short_weight, config.consistency_weight, config.consistency_target)
@@ -352,6 +377,34 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             asked = {"schedule": check_saved_schedule(saved, self.config)}
         return prepared, model_kwargs | asked
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """torch's method, which also knows the embedding by the name under which PEFT looks for it.
+
+        PEFT would otherwise take the parameter that has vocab_size rows, and ours may be padded to more.
+        """
+        return super().get_submodule("model.embed_tokens" if target == "embeddings.word_embeddings" else target)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """transformers' method. The cache goes by its older name, under which PEFT looks for it: it would miss the new one,
+        and put a prompt's virtual tokens before every token that is generated."""
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+        if CACHE_NAME in inputs:
+            inputs["past_key_values"] = inputs.pop(CACHE_NAME)
+        return inputs
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse transformers' continuous batching, whose pages have one row for each layer.
+
+        Raises:
+            CacheError: Always; `generate` does the same work, a batch at a time.
+        """
+        raise CacheError(
+            "generate_batch (continuous batching) keeps keys and values in pages with one row for each layer, and a looped model "
+            "needs one for each loop of each layer; call generate() with a padded batch, which gives the same tokens"
+        )
+
+    init_continuous_batching = generate_batch
+
     def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """transformers' greedy and sampling loop, which an exit rule may replace: rows are done with a token at other times."""
         rule: Any = kwargs.get("exit_rule")
@@ -375,6 +428,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             )
         names = ("past_key_values", "cache")
         given = next((cache for name in names if (cache := model_kwargs.pop(name, None)) is not None), None)
-        cache = self.model.resolve_cache(given, use_cache=generation_config.use_cache is not False)
+        schedule = self.config.resolve_schedule(model_kwargs.get("num_loops"), model_kwargs.get("schedule"))
+        cache = self.model.resolve_cache(given, generation_config.use_cache is not False, schedule)
         if cache is not None:
             model_kwargs[CACHE_NAME] = cache

@@ -185,6 +185,11 @@ def _documents(positions: Tensor, valid: Tensor | None, cache: LoopedCache | Non
         documents = packed_documents(positions if past is None else torch.cat([past, positions], dim=1))
         if cache is not None:
             cache.is_packed = documents is not None
+            if cache.is_packed and cache.num_prefix_tokens:
+                raise ConfigError(
+                    "position_ids that restart inside a row pack several documents, and only the first of them would see the "
+                    "prefix; give one document in each row, or use another method than prefix tuning"
+                )
         return documents
     text = valid[:, -positions.shape[1] :]
     restarts = (positions[:, 1:] != positions[:, :-1] + 1) & text[:, 1:] & text[:, :-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import DynamicCache
 
-from loopformers.errors import CacheError, ConfigError
+from loopformers.errors import CacheError, ConfigError, ObjectiveWarning
 from loopformers.model.cache import LoopedCache, SlotSource
 from loopformers.model.call_arguments import settle_arguments
 from loopformers.model.config import LoopConfig
@@ -20,6 +22,7 @@ from loopformers.model.pretrained import LoopedPreTrainedModel
 from loopformers.nn.attention import Attention, AttentionContext, KeyValueSlot, LatentAttention
 from loopformers.nn.conditioning import Conditioning
 from loopformers.nn.head import VocabularyEmbedding
+from loopformers.nn.hooks import with_present_hooks
 from loopformers.nn.layer import Layer, Modulation
 from loopformers.nn.mlp import MLP
 from loopformers.recurrence.injection import INJECTIONS
@@ -82,6 +85,7 @@ class LoopedModel(LoopedPreTrainedModel):
         self.checkpointed_loop = CheckpointedLoop()
         self.num_kept_loops = 0
         self.observers: list[Observer] = []
+        self._noticed_other_loss = False
         self.post_init()
 
     def loop_start_norm(self, x: Tensor) -> Tensor:
@@ -112,7 +116,7 @@ class LoopedModel(LoopedPreTrainedModel):
         run_schedule = config.resolve_schedule(num_loops, schedule)
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
-        cache = self.resolve_cache(cache if past_key_values is None else past_key_values, use_cache)
+        cache = self.resolve_cache(cache if past_key_values is None else past_key_values, use_cache, run_schedule)
         position_ids = self.settle(others, input_ids, position_ids, inputs_embeds, cache)
         prepared = self.prepare(
             input_ids, attention_mask, position_ids, inputs_embeds, cache, run_schedule, bool(output_attentions)
@@ -126,6 +130,8 @@ class LoopedModel(LoopedPreTrainedModel):
         hidden = self.finish(self.run(prepared, run_schedule, cache=cache, observer=record), prepared, cache)
         if cache is not None:
             cache.advance(prepared.positions, prepared.valid)
+        if self.training:
+            self._notice_other_loss(hidden)
         states = record.states
         output = LoopedModelOutput(
             last_hidden_state=hidden,
@@ -137,6 +143,29 @@ class LoopedModel(LoopedPreTrainedModel):
             loop_diagnostics=record.diagnostics,
         )
         return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def _notice_other_loss(self, hidden: Tensor) -> None:
+        """Warn once when a gradient arrives from a loss that is not the configured objective.
+
+        Labels in training mode go another way, so what a backward pass reaches here is the loss of someone else, who has
+        only seen the last loop. The forward alone says nothing: nobody may ever train on its result.
+        """
+        objective = self.config.objective
+        if objective == "last_loop" or self._noticed_other_loss or not hidden.requires_grad:
+            return
+
+        def warn(gradient: Tensor) -> None:
+            if not self._noticed_other_loss:
+                self._noticed_other_loss = True
+                warnings.warn(
+                    f"objective={objective!r} is not trained: the loss was computed outside the model, from the last loop of "
+                    "one run. To train the objective, call the model with labels and use the loss that it returns; to train "
+                    "the last loop on purpose, set config.objective='last_loop'",
+                    ObjectiveWarning,
+                    stacklevel=1,
+                )
+
+        hidden.register_hook(warn)
 
     # -- the parts of a forward call, shared by all trajectories over the same tokens ----------------------------
 
@@ -199,13 +228,15 @@ class LoopedModel(LoopedPreTrainedModel):
         prepared: PreparedInputs,
         schedule: Schedule,
         *,
-        cache: LoopedCache | None = None,
+        cache: SlotSource | None = None,
         observer: Observer | None = None,
         num_grad_loops: int | None = None,
         start: tuple[int, Tensor] | None = None,
     ) -> Tensor:
         """Run the core along a schedule and return the last state, (batch, seq, dim). Arguments as `unroll`'s."""
-        modulations = self.modulations(schedule, cache, prepared.inputs.device)
+        modulations = self.modulations(
+            schedule, cache if isinstance(cache, LoopedCache) else None, prepared.inputs.device
+        )
         step_sizes = schedule.step_sizes
 
         def loop(
@@ -219,9 +250,11 @@ class LoopedModel(LoopedPreTrainedModel):
         if self.gradient_checkpointing and self.training:
             if cache is not None:
                 raise CacheError(
-                    "a cache under activation checkpointing would be written twice; call with use_cache=False"
+                    "activation checkpointing runs each loop twice, and a cache would be written twice; call with "
+                    "use_cache=False, or turn activation checkpointing off to train a prefix"
                 )
             checkpoint = self.checkpointed_loop
+            loop = with_present_hooks(self, loop)
 
         watching = [*self.observers, *([] if observer is None else [observer])]
 
@@ -304,21 +337,23 @@ class LoopedModel(LoopedPreTrainedModel):
             state = layer(state, prepared.context, slot=None if cache is None else cache.slot("coda", i))
         return state if self.config.loop_norm and not len(self.coda) else self.norm(state)
 
-    def resolve_cache(self, cache: Any, use_cache: bool | None) -> LoopedCache | None:
-        """Return the cache of this call: the given one, a new one, or none.
+    def resolve_cache(self, cache: Any, use_cache: bool | None, schedule: Schedule) -> LoopedCache | None:
+        """Return the cache of this call: the given one, one that begins with the given prefix, a new one, or none.
 
         Raises:
-            CacheError: A cache of another class.
+            CacheError: A cache of another class that is not a prefix for this model (`LoopedCache.from_prefix`).
         """
         if cache is None:
             wanted = (self.config.use_cache and not self.training) if use_cache is None else use_cache
             return LoopedCache(self.config) if wanted and not (self.gradient_checkpointing and self.training) else None
-        if not isinstance(cache, LoopedCache):
-            raise CacheError(
-                f"a {type(cache).__name__} has one row a layer, and a looped model needs one for each loop of each layer; "
-                "pass model.new_cache(), or nothing"
-            )
-        return cache
+        if isinstance(cache, LoopedCache):
+            return cache
+        if isinstance(cache, DynamicCache):
+            return LoopedCache.from_prefix(self.config, schedule, cache)
+        raise CacheError(
+            f"a {type(cache).__name__} has one row for each layer, and a looped model needs one for each loop of each layer; "
+            "pass model.new_cache(), or nothing"
+        )
 
     def modulations(self, schedule: Schedule, cache: LoopedCache | None, device: torch.device) -> Tensor | None:
         """Return what conditioning tells each loop of a schedule, (loops, layers, 4, dim), or None where it tells nothing."""

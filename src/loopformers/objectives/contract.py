@@ -8,11 +8,29 @@ from typing import Protocol
 
 from torch import Tensor
 
+from loopformers.errors import ConfigError
 from loopformers.laws import LoopPlan
 from loopformers.objectives.cross_entropy import IGNORE, chunked_cross_entropy_sum, cross_entropy_sum
 from loopformers.schedule import Schedule
 
-__all__ = ["IGNORE", "Objective", "ObjectiveOutput", "ObjectiveWeights", "Prediction", "Targets", "TrajectoryRunner"]
+__all__ = [
+    "IGNORE",
+    "Objective",
+    "ObjectiveOutput",
+    "ObjectiveWeights",
+    "Prediction",
+    "Targets",
+    "TrajectoryRunner",
+    "check_smoothing",
+]
+
+
+def check_smoothing(value: object, *, name: str = "smoothing") -> None:
+    """Raise ConfigError unless a value is a share from 0 to below 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ConfigError(
+            f"{name}={value!r} must be a number from 0 to below 1: at 1 the targets would count for nothing"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +58,27 @@ class Targets:
         count: Targets that all sums are divided by; the microbatch's own, or the whole step's.
         head: Final hidden state (.., dim) -> logits (.., vocab).
         chunk_tokens: Tokens whose logits are made at a time, where a prediction has none.
+        smoothing: Share of a target's probability that is spread evenly over the vocabulary.
     """
 
     labels: Tensor
     count: Tensor | int
     head: Callable[[Tensor], Tensor]
     chunk_tokens: int | None = None
+    smoothing: float = 0.0
 
     def cross_entropy(self, prediction: Prediction) -> Tensor:
         """Return the mean cross entropy in nats per target, a scalar."""
         labels = self.labels.flatten()
         if prediction.logits is not None:
-            return cross_entropy_sum(prediction.logits.flatten(0, 1), labels) / self.count
+            logits = prediction.logits.flatten(0, 1)
+            return cross_entropy_sum(logits, labels, smoothing=self.smoothing) / self.count
         assert self.chunk_tokens is not None, "a prediction without logits is made for chunks"
         hidden = prediction.hidden.flatten(0, 1)
-        return chunked_cross_entropy_sum(hidden, labels, self.head, chunk_tokens=self.chunk_tokens) / self.count
+        total = chunked_cross_entropy_sum(
+            hidden, labels, self.head, chunk_tokens=self.chunk_tokens, smoothing=self.smoothing
+        )
+        return total / self.count
 
     def mean_square(self, ours: Tensor, theirs: Tensor) -> Tensor:
         """Return the mean square difference over all entries of positions that have a target, a scalar.

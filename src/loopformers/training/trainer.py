@@ -28,7 +28,7 @@ from loopformers.errors import CheckpointError, ConfigError, NonFiniteError
 from loopformers.folders import owned
 from loopformers.laws import Law, LoopPlan
 from loopformers.model.modeling import LoopedForCausalLM
-from loopformers.objectives.contract import IGNORE
+from loopformers.objectives.contract import IGNORE, check_smoothing
 from loopformers.training.callbacks import BudgetValidationCallback, LoopDrawCallback, StopCallback
 from loopformers.training.checkpointing import WholeCheckpoints
 from loopformers.training.checkpoints import (
@@ -115,7 +115,8 @@ class LoopTrainer(StreamedData, WholeCheckpoints):
 
     Args:
         model: The model.
-        args: As `training_arguments` returns.
+        args: As `training_arguments` returns. `label_smoothing_factor` smooths the labels of each cross entropy in the
+            objective; evaluation measures the plain one.
         train_dataset: Windows with `input_ids` and `labels`, (seq,) each; or `StreamedWindows`, of which each rank reads its
             own part, and whose position every checkpoint holds.
         optimizer_settings: Builds the optimiser.
@@ -133,7 +134,8 @@ class LoopTrainer(StreamedData, WholeCheckpoints):
         kwargs: Passed to `transformers.Trainer`.
 
     Raises:
-        ConfigError: `save_total_limit` is 1, or the output folder cannot be written.
+        ConfigError: `save_total_limit` is 1, `label_smoothing_factor` is not a share from 0 to below 1, `compute_loss_func` is
+            given, or the output folder cannot be written.
     """
 
     def __init__(
@@ -158,6 +160,12 @@ class LoopTrainer(StreamedData, WholeCheckpoints):
             raise ConfigError(
                 "save_total_limit=1 leaves no complete checkpoint while the next one is being written; use 2 or more"
             )
+        if kwargs.get("compute_loss_func") is not None:
+            raise ConfigError(
+                "compute_loss_func replaces the model's objective, which is what LoopTrainer trains and records; leave it out, "
+                "or train with transformers.Trainer"
+            )
+        check_smoothing(args.label_smoothing_factor, name="label_smoothing_factor")
         if args.process_index == 0:
             check_writable(args.output_dir)
         self.optimizer_settings = optimizer_settings or MuonAdamW()
@@ -188,6 +196,7 @@ class LoopTrainer(StreamedData, WholeCheckpoints):
             callbacks=[self._draw, self._record, *callbacks, self._stop],
             **kwargs,
         )
+        self.label_smoother = None  # it would replace the objective, which smooths labels itself (compute_loss)
         self.remove_callback(PrinterCallback)
         if is_sharded(model):  # what is divided over ranks must not be wrapped for copies
             self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
@@ -244,6 +253,8 @@ class LoopTrainer(StreamedData, WholeCheckpoints):
                 inputs["short_schedule"] = plan.short
         if model.training and self.num_grad_loops is not None:
             inputs = {**inputs, "num_grad_loops": self.num_grad_loops}
+        if model.training and self.args.label_smoothing_factor:
+            inputs = {**inputs, "smoothing": self.args.label_smoothing_factor}
         with warnings.catch_warnings() if is_sharded(model) else contextlib.nullcontext():
             if is_sharded(model):  # logits are a view, of which nobody here changes anything
                 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
