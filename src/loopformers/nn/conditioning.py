@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,8 @@ class Conditioning(nn.Module):
             times: Where each loop starts, (loops,), float32.
             step_sizes: How far each jumps, (loops,), float32.
         """
-        dtype = next(self.parameters()).dtype
+        first: Any = self.time_embedder[0]
+        dtype = first.bias.dtype  # the weight's may be that of a quantised matrix, in which nothing can be computed
         if self.kind == "loop_index":
             times = torch.arange(len(times), dtype=torch.float32, device=times.device)
         code = self.time_embedder(frequency_embedding(times * self.time_scale).to(dtype))
