@@ -98,3 +98,35 @@ def test_checkpointing_of_every_nth_layer_is_refused():
         pytest.skip("this transformers has no such option")
     with pytest.raises(ConfigError, match="every_n_layers=2: a looped model checkpoints whole loops"):
         model.activation_checkpointing_enable(every_n_layers=2)
+
+
+def gradients_of_a_forward_with_passing_hooks(model, **run):
+    """Hooks of three kinds, all removed before the backward pass, as PEFT does for activated LoRA."""
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[1].mlp
+    handles = [
+        attention.q_proj.register_forward_hook(lambda module, inputs, output: 3 * output),
+        mlp.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,)),
+        attention.v_proj.register_forward_pre_hook(
+            lambda module, args, kwargs: ((args[0] + 1,), kwargs), with_kwargs=True
+        ),
+    ]
+    loss = model(tokens(), labels=tokens(), **run).loss
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("preset", ["flt", "elastic-flt"])
+def test_hooks_that_are_gone_by_the_backward_pass_count_in_it(preset, use_reentrant, checkpoint_activations):
+    model = tiny_model(preset).double().train()
+    run = {"short_schedule": "uniform:2"} if model.config.objective == "shortcut_consistency" else {}
+    without = model(tokens(), labels=tokens(), **run).loss
+    plain = gradients_of_a_forward_with_passing_hooks(model, **run)
+    assert not torch.allclose(plain[0], without)
+    checkpointed = checkpoint_activations(model, use_reentrant=use_reentrant)
+    again = gradients_of_a_forward_with_passing_hooks(checkpointed, **run)
+    for a, b in zip(plain, again, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

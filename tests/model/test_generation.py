@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -194,3 +196,11 @@ def test_generation_beyond_the_learned_positions_is_refused_and_rotary_models_go
     with pytest.raises(ConfigError, match="position 40 is beyond the 40 learned positions"):
         tiny_model("loopformer").generate(prompt(1, 36), max_new_tokens=9)
     assert tiny_model("flt").generate(prompt(1, 36), max_new_tokens=9).shape == (1, 45)
+
+
+@pytest.mark.parametrize("name", ["generate_batch", "init_continuous_batching", "continuous_batching_context_manager"])
+def test_continuous_batching_is_refused_before_anything_runs(name):
+    call = getattr(tiny_model("flt"), name)
+    refused = pytest.raises(CacheError, match=r"one row for each layer.*call generate\(\) with a padded batch")
+    with refused, contextlib.ExitStack() as stack:
+        stack.enter_context(call() if name.endswith("manager") else call([[1, 2, 3], [4, 5]]))
