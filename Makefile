@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 OUTPUT_DIR ?= runs/quickstart
 
-.PHONY: quickstart test test-lowest test-others check format benchmarks clean
+.PHONY: quickstart test test-lowest test-others test-others-full check format benchmarks clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/loopformers quickstart --output-dir $(OUTPUT_DIR)
@@ -23,10 +23,16 @@ test-lowest: $(VENV)-lowest/.installed
 	$(VENV)-lowest/bin/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow and not distributed' $(LOWEST_TESTS)
 
 # The suites that transformers and peft have for any model, from the source distributions of their installed versions. Where
-# these cannot be downloaded, the suites say so and are skipped.
-test-others: $(VENV)/.installed
+# these cannot be downloaded, the suites say so and are skipped. Then our tests of trl, bitsandbytes and torchao, which are
+# installed apart, since their mere presence changes what peft and transformers import.
+test-others: $(VENV)-others/.installed
 	$(BIN)/python -m tests.others_suites.sources transformers peft
 	$(BIN)/python -m pytest -n $(JOBS) $(wildcard tests/others_suites/*_suite.py)
+	$(VENV)-others/bin/python -m pytest -n $(JOBS) tests/others
+
+# As test-others does, with every adapter that PEFT has.
+test-others-full: export EVERY_ADAPTER := 1
+test-others-full: test-others
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -64,5 +70,14 @@ $(VENV)-lowest/.installed: $(VENV)/.installed
 	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt '$(LOWEST)'
 	touch $@
 
+# Without these packages, the tests that need them are skipped.
+OTHERS := trl==1.16.0 bitsandbytes==0.50.2 torchao==0.18.0
+
+$(VENV)-others/.installed: $(VENV)/.installed
+	test -x $(VENV)-others/bin/python || $(BIN)/python -m venv $(VENV)-others
+	$(VENV)-others/bin/python -c '$(SHARE)' $(VENV)
+	-$(VENV)-others/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(OTHERS)
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-lowest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-others build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -105,7 +105,7 @@ BAD = {
         r"schedule='1/2,1/2' on a cache that holds 5 tokens of schedule '2/3,1/3'.*model\.new_cache\(\)",
     ),
     "cache of another budget": (on_a_live_cache({}, {"num_loops": 2}), CacheError, "'1/2,1/2'.*'1/3,1/3,1/3'"),
-    "cache of another class": (forward("flt", past_key_values=[]), CacheError, "a list has one row a layer.*new_cache"),
+    "cache of another class": (forward("flt", past_key_values=[]), CacheError, "a list has one row for each layer.*new_cache"),
 }  # fmt: skip
 
 

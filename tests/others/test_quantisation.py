@@ -76,7 +76,8 @@ def test_every_matrix_but_the_head_is_replaced_and_every_loop_uses_it(system, wa
     quantised = quantise(model, way)
     rounded = copy.deepcopy(model)  # the same numbers as ordinary matrices
     for name, linear in matrices(quantised).items():
-        is_replaced = type(linear) is not torch.nn.Linear or type(linear.weight.data) is not torch.Tensor
+        before = matrices(model)[name]
+        is_replaced = type(linear) is not type(before) or type(linear.weight.data) is not type(before.weight.data)
         assert is_replaced == (name != "lm_head"), name
         matrices(rounded)[name].weight.copy_(whole_weight(linear))
     tolerance = 1e-5 if way == "torchao int8" else ROUNDED_INPUTS

@@ -1,7 +1,7 @@
 """PEFT's own tests of decoder models, run against our models; see `sources` for where they come from.
 
 Folders of ours stand in for the models that PEFT's tests download, under the same names. By default a few adapters run, one
-of each kind; `EVERY_ADAPTER=1` runs all of PEFT's. `MODELS=llama` runs a Llama of the same size, which shows what PEFT's
+of each kind; `EVERY_ADAPTER=1` runs all of PEFT's. `PEFT_MODELS=llama` runs a Llama of the same size, which shows what PEFT's
 tests give for a model that PEFT knows.
 """
 
@@ -25,7 +25,7 @@ from tests.others_suites.sources import SourceMissingError, open_tests
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs are not ours to mend
 
-MODELS = os.environ.get("MODELS", "flt loopformer").split()
+MODELS = os.environ.get("PEFT_MODELS", "flt loopformer").split()
 SIZES = {
     "vocab_size": BUNDLED_VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
     "num_hidden_layers": 2, "max_position_embeddings": 160,
@@ -61,7 +61,7 @@ theirs.PEFT_DECODER_MODELS_TO_TEST[:] = theirs.SMALL_GRID_MODELS[:] = MODELS
 if not os.environ.get("EVERY_ADAPTER"):
     theirs.ALL_CONFIGS[:] = [(kind, options) for kind, options in theirs.ALL_CONFIGS if kind.__name__ in ADAPTERS]
 for kind, options in theirs.ALL_CONFIGS:  # which modules to adapt is not something that PEFT knows of our models
-    if "target_modules" in kind.__dataclass_fields__ and not kind(**options).is_prompt_learning:
+    if "target_modules" in kind.__dataclass_fields__ and kind.__name__ != "ShadowConfig":
         options["target_modules"] = ["q_proj", "v_proj"]
     if "feedforward_modules" in options:
         options |= {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
@@ -98,4 +98,10 @@ class TestDecoderModels(theirs.TestDecoderModels):
         "test_prompt_tuning_prepare_inputs_for_generation_4d_attention_mask": "is about Gemma 3's masks",
         "test_lora_embed_scale_is_applied*": "is about Gemma 3's scaled embedding",
         "test_prefix_tuning_gemma4_*": "is about layers of Gemma 4 that differ in their head size",
+        "test_merge_layers*BeftConfig*": "merges into a bias, and our layers have none; PEFT skips Llama for the same reason",
+        "test_training_decoders_gradient_checkpointing?True-ShadowConfig*": (
+            "hands states from layer to layer around their arguments, which reentrant checkpointing of a whole loop loses; "
+            "use_reentrant=False, our default, passes"
+        ),
+        "test_lora_conversion*GraloraConfig*loopformer*": "asks a conversion that rounds for an error that random weights pass",
     }

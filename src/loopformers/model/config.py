@@ -26,6 +26,9 @@ from loopformers.schedule import Schedule, check_num_loops
 
 __all__ = ["LoopConfig"]
 
+NO_CODE: dict[str, str] = {}
+"""What a checkpoint brings of code of its own: nothing. TRL asks this of every model whose class transformers lacks."""
+
 
 class LoopConfig(Costs, StoredConfig):
     """Configuration of a looped model: stack x recurrence x conditioning, and the objective it is trained with.
@@ -39,6 +42,7 @@ class LoopConfig(Costs, StoredConfig):
     """
 
     model_type = "loopformers"
+    auto_map = NO_CODE
     keys_to_ignore_at_inference = [  # noqa: RUF012 - Trainer adds a list to it
         "past_key_values", "cache", "loop_states", "residual_norms", "loop_diagnostics", "loss_parts",
     ]  # fmt: skip
