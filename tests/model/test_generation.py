@@ -167,9 +167,9 @@ def test_caches_of_one_row_a_layer_are_refused_by_name(implementation):
 def test_a_cache_of_another_class_is_refused():
     model = tiny_model("flt")
     for cache in (DynamicCache(), ((torch.zeros(1), torch.zeros(1)),)):
-        with pytest.raises(CacheError, match=r"one row a layer.*model\.new_cache\(\)"):
+        with pytest.raises(CacheError, match=r"one row for each layer.*model\.new_cache\(\)"):
             model.generate(prompt(), max_new_tokens=2, **{CACHE_NAME: cache})
-        with pytest.raises(CacheError, match=r"one row a layer.*model\.new_cache\(\)"):
+        with pytest.raises(CacheError, match=r"one row for each layer.*model\.new_cache\(\)"):
             model(prompt(), past_key_values=cache)
 
 
