@@ -377,13 +377,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             asked = {"schedule": check_saved_schedule(saved, self.config)}
         return prepared, model_kwargs | asked
 
-    def get_submodule(self, target: str) -> nn.Module:
-        """torch's method, which also knows the embedding by the name under which PEFT looks for it.
-
-        PEFT would otherwise take the parameter that has vocab_size rows, and ours may be padded to more.
-        """
-        return super().get_submodule("model.embed_tokens" if target == "embeddings.word_embeddings" else target)
-
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """transformers' method. The cache goes by its older name, under which PEFT looks for it: it would miss the new one,
         and put a prompt's virtual tokens before every token that is generated."""

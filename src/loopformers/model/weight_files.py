@@ -96,8 +96,8 @@ def check_finite(source: object, model: nn.Module) -> None:
     """Raise CheckpointError where a weight is infinite or not a number, in one pass over the weights."""
     with torch.no_grad():
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
-            if weight.is_meta or not weight.is_floating_point():
-                continue
+            if weight.is_meta or not weight.is_floating_point() or type(weight.data) is not torch.Tensor:
+                continue  # quantised weights are tensors of types of their own, which hold whole numbers
             # A sum is not finite if a term is not, and is the cheapest pass; that of finite terms may overflow.
             total = weight.sum(dtype=torch.float32) if weight.element_size() > 1 else weight.float().sum()
             if not bool(total.isfinite()) and not bool(weight.float().isfinite().all()):
