@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 OUTPUT_DIR ?= runs/quickstart
 
-.PHONY: quickstart test test-lowest test-others test-others-full check format benchmarks clean
+.PHONY: quickstart test test-lowest test-instruction-sets test-others test-others-full check format benchmarks clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/loopformers quickstart --output-dir $(OUTPUT_DIR)
@@ -21,6 +21,21 @@ LOWEST_TESTS := tests/model tests/parity tests/nn tests/recurrence tests/objecti
 
 test-lowest: $(VENV)-lowest/.installed
 	$(VENV)-lowest/bin/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow and not distributed' $(LOWEST_TESTS)
+
+# torch's kernels differ between instruction sets, and the models' numbers may not: golden and parity tests under each set.
+# torch would run one that the processor lacks, and crash.
+INSTRUCTION_SETS := default avx2 avx512
+
+test-instruction-sets: $(VENV)/.installed
+	@best=$$(env -u ATEN_CPU_CAPABILITY $(BIN)/python -c 'import torch; print(torch.backends.cpu.get_cpu_capability().lower())') || exit 1; \
+	for set in $(INSTRUCTION_SETS); do \
+		case "$$set $$best" in \
+			default\ * | "avx2 avx2" | "avx2 avx512" | "avx512 avx512") \
+				echo "instruction set: $$set"; \
+				ATEN_CPU_CAPABILITY=$$set $(BIN)/python -m pytest -q tests/golden tests/parity || exit 1 ;; \
+			*) echo "instruction set: $$set skipped, which this processor ($$best) does not have" ;; \
+		esac; \
+	done
 
 # The suites that transformers and peft have for any model, from the source distributions of their installed versions. Where
 # these cannot be downloaded, the suites say so and are skipped. Then our tests of trl, bitsandbytes and torchao, which are

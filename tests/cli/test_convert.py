@@ -12,7 +12,7 @@ from loopformers import LoopedForCausalLM
 from loopformers.cli.main import main
 from loopformers.data.tokenizer import BUNDLED_TOKENIZER_DIR
 from loopformers.nn import conditioning
-from tests.parity.frequencies import goldens_frequencies
+from tests.parity.embeddings import goldens_embedding
 
 PARITY = Path(__file__).parents[1] / "parity"
 
@@ -61,7 +61,7 @@ def test_a_checkpoint_becomes_a_folder_that_computes_what_the_official_code_did(
     model = LoopedForCausalLM.from_pretrained(out).double().eval()
     assert record["num_parameters"] == sum(p.numel() for p in model.parameters())
     golden = load_file(PARITY / "lf_loopformer.safetensors")
-    monkeypatch.setattr(conditioning, "frequencies", goldens_frequencies)
+    monkeypatch.setattr(conditioning, "frequency_embedding", goldens_embedding)
     torch.testing.assert_close(model(golden["input_ids"]).logits, golden["logits.uniform_full"], rtol=1e-9, atol=1e-9)
 
 

@@ -8,6 +8,7 @@ say in the commit why it does. Numbers that another machine's last digits alone 
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,21 @@ CASES = {name: (name, {}) for name in PRESETS} | {
 TOLERANCE = 1e-9  # float64 sums in another order on another machine; a changed formula moves far more
 
 
+@contextmanager
+def float64_by_default():
+    """Weights are drawn in float64: torch's float32 normal numbers differ between instruction sets."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def measure(case):
     preset, overrides = CASES[case]
-    model = tiny_model(preset, seed=5, **overrides).double()
+    with float64_by_default():
+        model = tiny_model(preset, seed=5, **overrides)
     ids = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(7))
     out = model(ids, labels=ids, output_residual_norms=True)
     numbers = {"logits": out.logits[0, -1, :3].tolist(), "loss": float(out.loss.detach())}

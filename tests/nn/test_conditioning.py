@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from loopformers import Schedule
@@ -60,3 +61,12 @@ def test_a_bfloat16_model_is_told_the_time_in_float32():
     assert times.dtype == steps.dtype == torch.float32
     assert torch.equal(times, torch.tensor(Schedule.uniform(24).times))
     assert float(times[-1]) == torch.tensor(23 / 24).item()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3, 1000.0])
+def test_an_embedding_is_the_exact_one_rounded_once(scale):
+    values = torch.tensor(Schedule.uniform(7).times) * scale
+    exact = [[float(u) * 10000.0 ** (-k / 128) for k in range(128)] for u in values]
+    cosines = torch.tensor([[math.cos(angle) for angle in row] for row in exact], dtype=torch.float64)
+    sines = torch.tensor([[math.sin(angle) for angle in row] for row in exact], dtype=torch.float64)
+    assert torch.equal(frequency_embedding(values), torch.cat([cosines, sines], dim=-1).float())

@@ -2,8 +2,9 @@
 
 Goldens were computed in float64, and ours are compared at 1e-9. The FLT code casts its logits to float32 itself, so its
 logits, losses and residual norms are float32 tensors, and its gradients went through a float32 cross entropy: those are
-compared at what float32 leaves. The LoopFormer code takes the exponential of its frequencies in float32, whose last bit is
-the processor's: they are compared with the goldens' own, and a test says how far another processor's are from these.
+compared at what float32 leaves. The LoopFormer code makes its frequency embeddings in float32, whose last bits are the
+processor's: the rest is compared with the goldens' own embeddings in place of ours, and two tests say how far ours are from
+these and what that moves.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from safetensors.torch import load_file
 from loopformers import from_official
 from loopformers.model.convert import FLT_RULES, LOOPFORMER_RULES, _targets
 from loopformers.nn import conditioning
-from tests.parity.frequencies import goldens_frequencies, nearest_frequencies
+from tests.parity.embeddings import TABLE, goldens_embedding
 
 FOLDER = Path(__file__).parent
 FLT_CASES = sorted(path.stem for path in FOLDER.glob("flt_*.json"))
 LOOPFORMER_CASES = sorted(path.stem for path in FOLDER.glob("lf_*.json"))
-NATIVE_FREQUENCIES = conditioning.frequencies
+OUR_EMBEDDING = conditioning.frequency_embedding
 
 
 @pytest.fixture(autouse=True)
 def on_the_goldens_processor(monkeypatch):
-    """Compute with the frequencies that the goldens were computed with, whatever processor this is."""
-    monkeypatch.setattr(conditioning, "frequencies", goldens_frequencies)
+    """Compute with the embeddings that the goldens were computed with, whatever processor this is."""
+    monkeypatch.setattr(conditioning, "frequency_embedding", goldens_embedding)
 
 
 def load(case_name):
@@ -130,14 +131,16 @@ def test_loopformer_consistency_objective_and_its_gradients():
         assert relative_error(gradient_norm(model, LOOPFORMER_RULES, name), golden[prefix + name]) < 1e-9, name
 
 
-def test_frequencies_are_the_nearest_float32_or_its_neighbour_on_every_processor():
-    nearest, ours = nearest_frequencies(), NATIVE_FREQUENCIES(torch.device("cpu"))
-    assert (ours.view(torch.int32) - nearest.view(torch.int32)).abs().max() <= 1
+def test_our_embeddings_are_those_of_the_goldens_to_float32_rounding():
+    """A float32 frequency is off by up to 7 units in the last place, so an angle of 7 by up to 7 * 7 * 2^-24."""
+    ours = OUR_EMBEDDING(TABLE["values"])
+    assert ours.dtype == TABLE["embeddings"].dtype
+    assert float((ours - TABLE["embeddings"]).abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("case_name", ["lf_tmlt", "lf_loopformer"])
-def test_a_neighbouring_frequency_moves_logits_by_less_than_float32_rounds(case_name, monkeypatch):
-    monkeypatch.setattr(conditioning, "frequencies", NATIVE_FREQUENCIES)
+def test_a_converted_checkpoint_keeps_its_meaning_to_float32_rounding(case_name, monkeypatch):
+    monkeypatch.setattr(conditioning, "frequency_embedding", OUR_EMBEDDING)
     case, golden, model = load(case_name)
     asked = {str(loops): {"num_loops": loops} for loops in (1, 3, 8)}
     asked |= {name: {"schedule": steps} for name, steps in case.get("schedules", {}).items()}

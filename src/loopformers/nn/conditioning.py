@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from loopformers.nn.frequencies import cosines_and_sines, geometric_frequencies
 from loopformers.nn.init import as_role
 
 __all__ = ["CONDITIONINGS", "Conditioning", "ConditioningKind", "frequency_embedding"]
@@ -18,17 +18,8 @@ CONDITIONINGS: tuple[str, ...] = get_args(ConditioningKind)
 NUM_FREQUENCIES = 128
 
 
-def frequencies(device: torch.device) -> Tensor:
-    """Return `w_k = 10000^(-k/128)`, k = 0..127, in float32: (128,).
-
-    It is the released code's formula, whose exponential differs in the last bit between processors.
-    """
-    exponents = torch.arange(NUM_FREQUENCIES, dtype=torch.float32, device=device) / NUM_FREQUENCIES
-    return torch.exp(-math.log(10000) * exponents)
-
-
 def frequency_embedding(values: Tensor) -> Tensor:
-    """Return `[cos(u w), sin(u w)]`, w of `frequencies`, in float32.
+    """Return `[cos(u w), sin(u w)]` with `w_k = 10000^(-k/128)`, k = 0..127, each entry the nearest float32.
 
     Args:
         values: u, (loops,).
@@ -36,8 +27,8 @@ def frequency_embedding(values: Tensor) -> Tensor:
     Returns:
         (loops, 256), float32.
     """
-    angles = values.float()[:, None] * frequencies(values.device)
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+    frequencies = geometric_frequencies(10000.0, NUM_FREQUENCIES, values.device)
+    return torch.cat(cosines_and_sines(values, frequencies, torch.float32), dim=-1)
 
 
 class Embedder(nn.Sequential):

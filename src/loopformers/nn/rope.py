@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loopformers.nn.frequencies import cosines_and_sines, geometric_frequencies
+
 __all__ = ["apply_rotary", "rotary_tables"]
 
 
@@ -13,8 +15,8 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of every position's angles `p * theta^(-2k / head_dim)`.
 
-    Angles are computed in float32, whatever the model's dtype, and recomputed in each call: there is no table to grow,
-    cast or save.
+    Angles are computed in float64, whatever the model's dtype, and anew in each call: there is no table to grow, cast or
+    save.
 
     Args:
         positions: Token positions, (batch, seq), integers.
@@ -27,10 +29,10 @@ def rotary_tables(
         Cosines and signed sines, two tensors (batch, 1, seq, head_dim), ready to broadcast over heads: the angles stand
         once for each half, and the second half's sines are negative.
     """
-    channels = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
-    frequencies = 1.0 / (theta ** (channels / head_dim))
-    angles = positions[:, None, :, None].float() * frequencies
-    cos, sin = angles.cos().to(table_dtype).to(dtype), angles.sin().to(table_dtype).to(dtype)
+    frequencies = geometric_frequencies(theta, head_dim // 2, positions.device)
+    rows = positions[:1] if positions.stride(0) == 0 else positions  # rows that were made by `expand` are one row
+    tables = cosines_and_sines(rows[:, None], frequencies, table_dtype)
+    cos, sin = (table.to(dtype).expand(len(positions), -1, -1, -1) for table in tables)
     return torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
 
 
