@@ -50,7 +50,16 @@ def test_the_pages_show_each_command():
     assert shown == set(cli.COMMANDS)
 
 
-TARGETS = {"quickstart", "test", "check", "test-lowest", "test-others", "test-others-full", "benchmarks"}
+TARGETS = {
+    "quickstart",
+    "test",
+    "check",
+    "test-lowest",
+    "test-instruction-sets",
+    "test-others",
+    "test-others-full",
+    "benchmarks",
+}
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
