@@ -7,15 +7,14 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationMixin
 
-from loopformers.errors import CacheError, ConfigError
+from loopformers.errors import ConfigError
 from loopformers.laws import LoopPlan
 from loopformers.model.cache import LoopedCache, ReadOnlyRows
 from loopformers.model.config import LoopConfig
+from loopformers.model.generation import LoopedGenerationMixin
 from loopformers.model.outputs import LoopedCausalLMOutput
 from loopformers.model.pretrained import LoopedPreTrainedModel
-from loopformers.model.saved_schedule import check_saved_schedule
 from loopformers.model.transformers_range import CACHE_NAME
 from loopformers.model.trunk import LoopedModel
 from loopformers.nn.head import VocabularyHead
@@ -42,7 +41,7 @@ class ExitRunner(Protocol):
         ...
 
 
-class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
+class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
     """A looped language model.
 
     Two attributes trade memory for time in training and change no number: with `loss_chunk_tokens` set, the loss makes
@@ -363,65 +362,3 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         if long.num_loops < 2:
             return None
         return config.short_law(long.num_loops).plan(seed=config.loop_seed, step=step, microbatch=microbatch).short
-
-    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Let generate() run by the schedule that the generation configuration saves, where the call asks for none.
-
-        Raises:
-            ConfigError: The model cannot run it.
-        """
-        prepared, model_kwargs = super()._prepare_generation_config(*args, **kwargs)
-        asked = {name: kwargs[name] for name in ("num_loops", "schedule") if kwargs.get(name) is not None}
-        if not asked:
-            saved = getattr(prepared, "schedule", None) or getattr(self.generation_config, "schedule", None)
-            asked = {"schedule": check_saved_schedule(saved, self.config)}
-        return prepared, model_kwargs | asked
-
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """transformers' method. The cache goes by its older name, under which PEFT looks for it: it would miss the new one,
-        and put a prompt's virtual tokens before every token that is generated."""
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
-        if CACHE_NAME in inputs:
-            inputs["past_key_values"] = inputs.pop(CACHE_NAME)
-        return inputs
-
-    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse transformers' continuous batching, whose pages have one row for each layer.
-
-        Raises:
-            CacheError: Always; `generate` does the same work, a batch at a time.
-        """
-        raise CacheError(
-            "generate_batch (continuous batching) keeps keys and values in pages with one row for each layer, and a looped model "
-            "needs one for each loop of each layer; call generate() with a padded batch, which gives the same tokens"
-        )
-
-    init_continuous_batching = generate_batch
-
-    def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """transformers' greedy and sampling loop, which an exit rule may replace: rows are done with a token at other times."""
-        rule: Any = kwargs.get("exit_rule")
-        output = None
-        if not args and hasattr(rule, "decode"):
-            output = rule.decode(self, input_ids, **{name: x for name, x in kwargs.items() if name != "exit_rule"})
-        return super()._sample(input_ids, *args, **kwargs) if output is None else output
-
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        """Give generate() our cache; transformers' own have one row a layer.
-
-        Raises:
-            CacheError: Another kind of cache was asked for.
-        """
-        if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
-            raise CacheError(
-                f"cache_implementation={generation_config.cache_implementation!r} has one row a layer, and a looped model needs "
-                "one for each loop of each layer; leave cache_implementation out"
-            )
-        names = ("past_key_values", "cache")
-        given = next((cache for name in names if (cache := model_kwargs.pop(name, None)) is not None), None)
-        schedule = self.config.resolve_schedule(model_kwargs.get("num_loops"), model_kwargs.get("schedule"))
-        cache = self.model.resolve_cache(given, generation_config.use_cache is not False, schedule)
-        if cache is not None:
-            model_kwargs[CACHE_NAME] = cache
