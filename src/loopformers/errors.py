@@ -22,6 +22,7 @@ __all__ = [
     "MissingExtraError",
     "NonFiniteError",
     "ObjectiveWarning",
+    "ScheduleWarning",
     "WriteError",
     "check_count",
     "first_line",
@@ -71,6 +72,10 @@ class ExitWarning(UserWarning):
 
 class ObjectiveWarning(UserWarning):
     """A model is being trained on a loss that is not its configured objective."""
+
+
+class ScheduleWarning(UserWarning):
+    """A conditioned model runs at step sizes, or at a number of loops, that its training never drew."""
 
 
 class MissingExtraError(LoopformersError, ImportError):

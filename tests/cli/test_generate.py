@@ -20,11 +20,11 @@ PROMPT = "It was a bright cold day"
 
 
 def generate(
-    capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object, prompt: str = PROMPT
+    capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object, prompt: str = PROMPT, notes: int = 0
 ) -> dict[str, Any]:
     assert main(["generate", str(folder), "--prompt", prompt, *map(str, arguments), "--json"]) == 0
     output = capsys.readouterr()
-    assert output.err == ""
+    assert output.err.count("\n") == output.err.count("warning: ") == notes
     record: dict[str, Any] = json.loads(output.out)
     return record
 
@@ -43,7 +43,7 @@ def test_json_holds_one_sample_a_budget_equal_to_the_models_own(
     checkpoints: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = checkpoints / "elastic-flt"
-    record = generate(capsys, folder, "--num-loops", "1,3,5", "--max-new-tokens", 6)
+    record = generate(capsys, folder, "--num-loops", "1,3,5", "--max-new-tokens", 6, notes=1)  # 5 steps are untrained
     tokenizer = bundled_tokenizer()
     assert (record["model"], record["prompt"]) == (str(folder), PROMPT)
     assert record["num_prompt_tokens"] == len(tokenizer(PROMPT)["input_ids"])
@@ -56,6 +56,16 @@ def test_json_holds_one_sample_a_budget_equal_to_the_models_own(
     flops = [sample["forward_flops_per_token"] for sample in record["samples"]]
     assert flops == sorted(flops)
     assert len({tuple(sample["token_ids"]) for sample in record["samples"]}) == 3
+
+
+def test_an_untrained_run_gets_one_note_before_its_text(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--prompt", PROMPT, "--num-loops", "2", "--max-new-tokens", "3"]
+    assert main(["generate", str(checkpoints / "elastic-flt"), *arguments]) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith(PROMPT)
+    assert output.err.startswith("warning: 2 steps of 1/2 were never drawn in training, by the configuration")
+    assert output.err.count("never drawn") == 1
+    assert "ScheduleWarning" not in output.err
 
 
 def test_a_schedule_is_run_as_given(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,5 +194,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_note(
     capsys.readouterr()
     assert main(["train", "--config", "my.yaml"]) == 0
     error = capsys.readouterr().err
-    assert "note: 'run/checkpoint-5' is damaged: optimizer.pt is missing; training goes on from checkpoint-4" in error
+    assert (
+        "warning: 'run/checkpoint-5' is damaged: optimizer.pt is missing; training goes on from checkpoint-4" in error
+    )
     assert "warnings.warn" not in error

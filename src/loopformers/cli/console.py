@@ -13,11 +13,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 from loopformers.boundary import INTERRUPTED
-from loopformers.errors import ConfigError
+from loopformers.errors import CheckpointWarning, ConfigError, ExitWarning, ObjectiveWarning, ScheduleWarning
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,11 +38,16 @@ __all__ = [
     "read_stdin",
     "stderr",
     "stdout",
+    "warnings_as_notes",
     "write",
 ]
 
 MAX_STDIN = 64 * 2**20
 """Most characters that are read from stdin."""
+
+
+OUR_WARNINGS = (CheckpointWarning, ExitWarning, ObjectiveWarning, ScheduleWarning)
+"""What the package warns of on purpose, in sentences for users."""
 
 
 def stdout() -> Console:
@@ -126,6 +133,28 @@ def print_heading(text: str) -> None:
 def print_note(text: str) -> None:
     """Print a remark on stderr."""
     stderr().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def warnings_as_notes(say: Callable[[str], None] = print_note) -> Iterator[None]:
+    """Print our own warnings as remarks, without the line of code that a Python warning names.
+
+    Args:
+        say: Prints a line; default: on stderr. A progress bar has its own way, which keeps it in place.
+    """
+    with warnings.catch_warnings():
+        for category in OUR_WARNINGS:
+            warnings.simplefilter("always", category)  # who gives them gives each once
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+            if issubclass(category, OUR_WARNINGS):
+                say(f"warning: {message}")
+            else:
+                usual(message, category, *place)
+
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
 
 
 def print_json(value: Any) -> None:

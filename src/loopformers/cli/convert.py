@@ -9,8 +9,7 @@ from typing import Any
 from loopformers.cli.console import print_heading, print_json, print_note
 from loopformers.cli.parser import count
 from loopformers.cli.paths import path, path_object
-from loopformers.cli.progress import warnings_as_notes
-from loopformers.errors import CheckpointWarning, ConfigError
+from loopformers.errors import ConfigError
 from loopformers.readers import read_json
 
 __all__ = ["add_arguments", "run"]
@@ -53,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     from loopformers.model.convert import convert_checkpoint
     from loopformers.model.quiet import quiet_transformers
 
-    with quiet_transformers(), warnings_as_notes(CheckpointWarning, print_note):
+    with quiet_transformers():
         config = convert_checkpoint(
             arguments.official,
             arguments.output,

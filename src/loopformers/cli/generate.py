@@ -110,7 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
         on_text = None
         if not arguments.json and len(schedules) > 1:
             print_heading(_heading(schedule))
-        rule = _exit_rule(arguments, model, tokenizer, schedule)  # may print notes, which go before the text
+        model.model.warn_where_untrained(schedule)  # here, since notes go before the text
+        rule = _exit_rule(arguments, model, tokenizer, schedule)  # may print some more
         if not arguments.json:
             write(prompt)
             on_text = write

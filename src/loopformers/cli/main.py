@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from loopformers import __version__
 from loopformers.boundary import INTERRUPTED, USAGE_ERROR, run_command
+from loopformers.cli.console import warnings_as_notes
 from loopformers.cli.parser import Parser
 from loopformers.errors import ConfigError
 
@@ -101,7 +102,8 @@ def _run(argv: Sequence[str]) -> int:
         arguments.overrides = overrides
     else:
         arguments = parser.parse_args(argv)
-    code: int = module.run(arguments)
+    with warnings_as_notes():
+        code: int = module.run(arguments)
     return code
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
     from loopformers.studies.workers import Stopping
 
-__all__ = ["Bars", "progress_bar", "warnings_as_notes"]
+__all__ = ["Bars", "progress_bar"]
 
 
 class Bars:
@@ -50,23 +49,6 @@ class Bars:
         """Say what Ctrl-C leads to."""
         running = ", ".join(event.tasks) or "nothing"
         self.say(f"Stopping {running} after the running step and saving; Ctrl-C again ends at once.")
-
-
-@contextmanager
-def warnings_as_notes(category: type[Warning], say: Callable[[str], None]) -> Iterator[None]:
-    """Say warnings of a category as notes, without the line of source that Python adds; others are left as they are."""
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def say_or_show(message: Warning | str, kind: type[Warning], *place: Any) -> None:
-            if issubclass(kind, category):
-                say(f"note: {message}")
-            else:
-                show(message, kind, *place)
-
-        warnings.simplefilter("always", category)
-        warnings.showwarning = say_or_show  # type: ignore[assignment]
-        yield
 
 
 @contextmanager

@@ -5,10 +5,19 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from loopformers.cli.console import INTERRUPTED, print_heading, print_json, print_note, print_table, stderr, write
+from loopformers.cli.console import (
+    INTERRUPTED,
+    print_heading,
+    print_json,
+    print_note,
+    print_table,
+    stderr,
+    warnings_as_notes,
+    write,
+)
 from loopformers.cli.paths import path
-from loopformers.cli.progress import Bars, warnings_as_notes
-from loopformers.errors import CheckpointWarning, ConfigError, LoopformersError, shorten
+from loopformers.cli.progress import Bars
+from loopformers.errors import ConfigError, LoopformersError, shorten
 from loopformers.schedule import is_uniform_text
 
 if TYPE_CHECKING:
@@ -127,7 +136,7 @@ def _train(recipe: Recipe, *, as_json: bool) -> int:
         result = finished
     else:
         steps = prepared.recipe.training.steps
-        with TrainingBar(stderr(), steps) as bar, warnings_as_notes(CheckpointWarning, bar.say):
+        with TrainingBar(stderr(), steps) as bar, warnings_as_notes(bar.say):
             try:
                 result = prepared.train(on_progress=bar.on_progress, on_validation=bar.on_validation)
             except KeyboardInterrupt as stop:

@@ -310,6 +310,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                     "the embedding, so it would get no gradient; leave num_grad_loops out, or use a stream that sees the inputs"
                 )
         plan = LoopPlan(long, self._short(long, short_schedule))
+        self.model.known_schedules.update((long,) if plan.short is None else (long, plan.short))
         num_shared = config.shared_by(plan, num_grad_loops)
         shared: list[Tensor] = []  # the state that the long trajectory hands to the short one
         prepared = self.model.prepare(input_ids, attention_mask, position_ids, inputs_embeds, prefix, long)

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from loopformers.errors import CacheError, ConfigError, ObjectiveWarning
+from loopformers.errors import CacheError, ConfigError, ObjectiveWarning, ScheduleWarning
 from loopformers.model.cache import LoopedCache, SlotSource
 from loopformers.model.call_arguments import settle_arguments
 from loopformers.model.config import LoopConfig
 from loopformers.model.outputs import LoopedModelOutput
 from loopformers.model.placement import attention_context, place
 from loopformers.model.pretrained import LoopedPreTrainedModel
+from loopformers.model.untrained import schedule_warning
 from loopformers.nn.attention import Attention, AttentionContext, KeyValueSlot, LatentAttention
 from loopformers.nn.conditioning import Conditioning
 from loopformers.nn.head import VocabularyEmbedding
@@ -86,6 +87,7 @@ class LoopedModel(LoopedPreTrainedModel):
         self.num_kept_loops = 0
         self.observers: list[Observer] = []
         self._noticed_other_loss = False
+        self.known_schedules: set[Schedule] = set()  # those that training has drawn here, or that have been warned of
         self.post_init()
 
     def loop_start_norm(self, x: Tensor) -> Tensor:
@@ -206,6 +208,8 @@ class LoopedModel(LoopedPreTrainedModel):
         batch_size, num_new = x.shape[:2]
         if num_new == 0:
             raise ConfigError("an input of 0 tokens has nothing to predict from; give at least one token")
+        if not self.training:
+            self.warn_where_untrained(schedule)
         if cache is not None:
             cache.begin(schedule, batch_size)
         placement = place(
@@ -222,6 +226,15 @@ class LoopedModel(LoopedPreTrainedModel):
             for i, layer in enumerate(self.prelude):
                 x = layer(x, context, slot=None if cache is None else cache.slot("prelude", i))
         return PreparedInputs(x, context, placement.positions, placement.valid)
+
+    def warn_where_untrained(self, schedule: Schedule) -> None:
+        """Warn once, with ScheduleWarning, of a run that training has not drawn: not here, and not by the configuration."""
+        if self.config.conditioning == "none" or torch.compiler.is_compiling() or schedule in self.known_schedules:
+            return
+        self.known_schedules.add(schedule)
+        text = schedule_warning(self.config, schedule)
+        if text is not None:
+            warnings.warn(text, ScheduleWarning, stacklevel=2)
 
     def run(
         self,
