@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -179,7 +179,7 @@ class Schedule:
                     unknown_name("schedule", value, SCHEDULE_KINDS) + ", or step sizes such as 1/2,1/4,1/4"
                 )
             parts: Sequence[Any] = [part.strip() for part in value.strip().strip("()[]").split(",")]
-        elif isinstance(value, Iterable):
+        elif isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | Mapping | Set):
             parts = list(itertools.islice(value, MAX_LOOPS + 1))
         else:
             raise ConfigError(
@@ -242,13 +242,17 @@ SCHEDULE_KINDS = ("uniform", "coarse-first", "fine-first")
 
 def check_num_loops(num_loops: int, *, name: str = "num_loops") -> int:
     """Return a number of loops, or raise ConfigError when it is not a whole number from 1 to MAX_LOOPS."""
-    if isinstance(num_loops, bool) or not hasattr(num_loops, "__index__") or num_loops < 1:
+    try:
+        count = 0 if isinstance(num_loops, bool) else operator.index(num_loops)
+    except (TypeError, RuntimeError):  # a tensor has an index method, and refuses to use it on several numbers
+        count = 0
+    if count < 1:
         raise ConfigError(
             f"{name}={shorten(num_loops)} must be a whole number of at least 1; give the number of passes to run"
         )
-    if num_loops > MAX_LOOPS:
+    if count > MAX_LOOPS:
         raise ConfigError(f"{name}={shorten(num_loops)} must be at most {MAX_LOOPS:,}; give fewer passes to run")
-    return operator.index(num_loops)
+    return count
 
 
 def all_schedules(num_loops: int, *, grid: int) -> Iterator[Schedule]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopformers.errors import ConfigError
+from loopformers.errors import CacheError, ConfigError
 from loopformers.laws import LoopPlan
-from loopformers.model.cache import LoopedCache, ReadOnlyRows
+from loopformers.model.cache import LoopedCache, ReadOnlyRows, SlotSource
 from loopformers.model.config import LoopConfig
 from loopformers.model.generation import LoopedGenerationMixin
+from loopformers.model.inputs import check_logits_to_keep, check_targets
 from loopformers.model.outputs import LoopedCausalLMOutput
 from loopformers.model.pretrained import LoopedPreTrainedModel
 from loopformers.model.transformers_range import CACHE_NAME
-from loopformers.model.trunk import LoopedModel
+from loopformers.model.trunk import LoopedModel, one_cache
 from loopformers.nn.head import VocabularyHead
 from loopformers.objectives import OBJECTIVES
 from loopformers.objectives.contract import ObjectiveWeights, Prediction, Targets, check_smoothing
@@ -39,6 +41,26 @@ class ExitRunner(Protocol):
     def decode(self, model: LoopedForCausalLM, input_ids: Tensor, **options: Any) -> Any:
         """Do what transformers' sampling loop does with these arguments, or return None to leave it to that loop."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a call wants to know of its loops beside the loss. Arguments are those of `LoopedForCausalLM.forward`."""
+
+    loop_states: bool
+    residual_norms: bool
+    diagnostics: bool
+    hidden_states: bool
+    attentions: bool
+
+    def record(self, num_loops: int) -> LoopRecord:
+        """Return what watches the run."""
+        return LoopRecord(
+            num_loops,
+            states=self.loop_states or self.hidden_states,
+            residual_norms=self.residual_norms,
+            diagnostics=self.diagnostics,
+        )
 
 
 class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
@@ -114,7 +136,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             inputs_embeds: Embeddings in place of tokens, (batch, seq, dim).
             labels: Tokens to predict, (batch, seq), not shifted, -100 where there is none. In training mode they give the
                 configured objective, in evaluation mode the cross entropy of this run.
-            use_cache: Whether to cache; default: the configuration's, in evaluation mode.
+            use_cache: Whether to cache; default: the configuration's, in evaluation mode. With labels in training mode a cache
+                serves the long trajectory, and one that holds tokens is refused where the objective trains another one.
             num_loops: Budget M; default: the trained T. M uniform steps for a model that knows time, M passes otherwise.
             schedule: A Schedule or anything that `Schedule.parse` reads.
             short_schedule: Short trajectory of shortcut consistency; default: drawn by the configured law.
@@ -139,19 +162,16 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                 `max_length_q`, `seq_idx` and their kin, which say where packed documents begin. All else is refused.
 
         Raises:
-            ConfigError: Not a legal schedule, mask, input or combination.
+            ConfigError: Not a legal schedule, mask, input or combination (`loopformers.model.inputs`).
             CacheError: The cache holds another schedule, or is of another class.
         """
+        cache = one_cache(past_key_values, cache)
         if (shifted := others.pop("shift_labels", None)) is not None:
             labels, targets = None, shifted
-        if labels is not None and targets is not None:
-            raise ConfigError("give labels (not shifted) or targets (aligned with the logits), not both")
-        if labels is not None:
-            targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        targets = self._checked(input_ids, inputs_embeds, labels, targets, logits_to_keep)
         if targets is not None and (isinstance(logits_to_keep, Tensor) or logits_to_keep != 0):
             raise ConfigError("a loss needs the logits of all positions; call with logits_to_keep=0")
-        given = cache if past_key_values is None else past_key_values
-        position_ids = self.model.settle(others, input_ids, position_ids, inputs_embeds, given)
+        position_ids = self.model.settle(others, input_ids, position_ids, inputs_embeds, cache)
         if exit_rule is not None:
             if not hasattr(exit_rule, "run"):
                 raise ConfigError(
@@ -172,6 +192,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                     "these out, and measure losses with loopformers.evaluation.exit.measure_exit"
                 )
             deepest = self.config.resolve_schedule(num_loops, schedule)
+            self._refuse_objective_arguments(short_schedule, num_grad_loops)
+            self.model.token_shape(input_ids, inputs_embeds)  # before a rule cuts them into chunks
             output = exit_rule.run(
                 self,
                 schedule=deepest,
@@ -180,35 +202,32 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 inputs_embeds=inputs_embeds,
-                cache=self.model.resolve_cache(
-                    cache if past_key_values is None else past_key_values, use_cache, deepest
-                ),
+                cache=self.model.resolve_cache(cache, use_cache, deepest),
             )
         elif targets is not None and self.training:
-            long = self.config.resolve_schedule(num_loops, schedule)
-            given = cache if past_key_values is None else past_key_values
+            config = self.config
+            long = config.resolve_schedule(num_loops, schedule)
             output = self._objective(
                 long,
                 short_schedule,
-                input_ids,
-                attention_mask,
-                position_ids,
-                inputs_embeds,
+                num_grad_loops,
                 self._targets(targets, num_items_in_batch, smoothing),
-                LoopRecord(
-                    long.num_loops,
-                    states=output_loop_states,
+                Asked(
+                    loop_states=output_loop_states,
                     residual_norms=output_residual_norms,
                     diagnostics=output_loop_diagnostics,
+                    hidden_states=config.output_hidden_states if output_hidden_states is None else output_hidden_states,
+                    attentions=config.output_attentions if output_attentions is None else output_attentions,
                 ),
-                num_grad_loops,
-                None if isinstance(given, LoopedCache) else self.model.resolve_cache(given, False, long),
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                inputs_embeds=inputs_embeds,
+                cache=self.model.resolve_cache(cache, use_cache, long),
+                is_prefix=cache is not None and not isinstance(cache, LoopedCache),
             )
         else:
-            if short_schedule is not None:
-                raise ConfigError("short_schedule has no meaning without labels in training mode; give schedule")
-            if num_grad_loops is not None:
-                raise ConfigError("num_grad_loops has no meaning without labels in training mode; leave it out")
+            self._refuse_objective_arguments(short_schedule, num_grad_loops)
             if num_items_in_batch is not None and targets is None and self.training:
                 self._refuse_kept_labels()
             if smoothing:
@@ -217,7 +236,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 inputs_embeds=inputs_embeds,
                 use_cache=use_cache,
                 num_loops=num_loops,
@@ -274,6 +292,29 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         """
         self._draw = (step, microbatch)
 
+    def _checked(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        labels: Tensor | None,
+        targets: Tensor | None,
+        logits_to_keep: int | Tensor,
+    ) -> Tensor | None:
+        """Check what the trunk does not see, and return the targets of labels or of targets."""
+        if labels is None and targets is None and type(logits_to_keep) is int and logits_to_keep >= 0:
+            return None  # every step of decoding; the trunk checks tokens
+        _, num_new = shape = self.model.token_shape(input_ids, inputs_embeds)
+        check_logits_to_keep(logits_to_keep, num_new=num_new)
+        if labels is not None and targets is not None:
+            raise ConfigError("give labels (not shifted) or targets (aligned with the logits), not both")
+        if labels is not None:
+            check_targets("labels", labels, shape=shape, vocab_size=self.config.vocab_size)
+            return F.pad(labels[:, 1:].long(), (0, 1), value=IGNORE)
+        if targets is not None:
+            check_targets("targets", targets, shape=shape, vocab_size=self.config.vocab_size)
+            return targets.long()
+        return None
+
     def _targets(self, labels: Tensor, num_items_in_batch: Tensor | int | None, smoothing: float = 0.0) -> Targets:
         check_smoothing(smoothing)
         count = (labels != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
@@ -288,19 +329,25 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                 "smooths labels inside the objective, or set config.objective='last_loop' to train the last loop only"
             )
 
+    def _refuse_objective_arguments(self, short_schedule: Any, num_grad_loops: int | None) -> None:
+        if short_schedule is not None:
+            raise ConfigError("short_schedule has no meaning without labels in training mode; give schedule")
+        if num_grad_loops is not None:
+            raise ConfigError("num_grad_loops has no meaning without labels in training mode; leave it out")
+
     def _objective(
         self,
         long: Schedule,
         short_schedule: Any,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        targets: Targets,
-        record: LoopRecord,
         num_grad_loops: int | None,
-        prefix: LoopedCache | None,
+        targets: Targets,
+        asked: Asked,
+        *,
+        cache: LoopedCache | None,
+        is_prefix: bool,
+        **inputs: Tensor | None,
     ) -> LoopedCausalLMOutput:
+        """Compute the configured objective. What was asked for is told of the long trajectory, which also has the cache."""
         config = self.config
         if num_grad_loops is not None:
             check_num_loops(num_grad_loops, name="num_grad_loops")
@@ -310,43 +357,85 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                     "the embedding, so it would get no gradient; leave num_grad_loops out, or use a stream that sees the inputs"
                 )
         plan = LoopPlan(long, self._short(long, short_schedule))
-        self.model.known_schedules.update((long,) if plan.short is None else (long, plan.short))
+        if cache is not None and not is_prefix:
+            self._check_context(cache, plan)
         num_shared = config.shared_by(plan, num_grad_loops)
         shared: list[Tensor] = []  # the state that the long trajectory hands to the short one
-        prepared = self.model.prepare(input_ids, attention_mask, position_ids, inputs_embeds, prefix, long)
-        rows = None if prefix is None else ReadOnlyRows(prefix)
+        record = asked.record(long.num_loops)
+        prepared = self.model.prepare(**inputs, cache=cache, schedule=long, output_attentions=asked.attentions)
+        unseen = replace(prepared, context=replace(prepared.context, weights=None))  # whose attentions nobody asked for
+        self.model.known_schedules.update((long,) if plan.short is None else (long, plan.short))
+        # A prefix is read by every run and written by none; a cache goes with the long trajectory, which adds its tokens.
+        prefix = None if cache is None or not is_prefix else ReadOnlyRows(cache)
 
-        def predict(state: Tensor) -> Prediction:
-            hidden = self.model.finish(state, prepared, rows)
+        def rows(*, of_long: bool) -> SlotSource | None:
+            return prefix or (cache if of_long else None)
+
+        def predict(state: Tensor, is_last: bool) -> Prediction:
+            hidden = self.model.finish(state, prepared if is_last else unseen, rows(of_long=is_last))
             return Prediction(hidden, self.head(hidden) if self.loss_chunk_tokens is None else None)
 
         def run(schedule: Schedule, *, first_loop: int | None = None) -> list[Prediction]:
             states: list[Tensor] = []
+            is_long = schedule is plan.long
             start = (num_shared, shared[-1]) if schedule is plan.short and shared else None
 
             def observe(loop_idx: int, residual: Tensor, state: Tensor) -> None:
                 if loop_idx >= (schedule.num_loops - 1 if first_loop is None else first_loop):
                     states.append(state)
-                if schedule is plan.long:
+                if is_long:
                     record(loop_idx, residual, state)
                     if loop_idx == num_shared - 1:
                         shared.append(state)
 
             if start is not None and num_shared == schedule.num_loops:
-                return [predict(shared[-1])]
-            self.model.run(prepared, schedule, cache=rows, observer=observe, num_grad_loops=num_grad_loops, start=start)
-            return [predict(state) for state in states]
+                return [predict(shared[-1], is_last=False)]
+            self.model.run(
+                prepared if is_long else unseen,
+                schedule,
+                cache=rows(of_long=is_long),
+                observer=observe,
+                num_grad_loops=num_grad_loops,
+                start=start,
+            )
+            return [predict(state, is_last=is_long and state is states[-1]) for state in states]
 
         weights = ObjectiveWeights(config.short_weight, config.consistency_weight, config.consistency_target)
         result = OBJECTIVES[config.objective](run, targets, plan, weights)
+        if cache is not None and not is_prefix:
+            cache.advance(prepared.positions, prepared.valid)
+        states = record.states or ()
         return LoopedCausalLMOutput(
             loss=result.loss,
             logits=result.long.logits,
-            loop_states=record.states,
+            hidden_states=(prepared.inputs, *states) if asked.hidden_states else None,
+            attentions=None if prepared.context.weights is None else tuple(prepared.context.weights),
+            loop_states=record.states if asked.loop_states else None,
             residual_norms=record.residual_norms,
             loop_diagnostics=record.diagnostics,
             loss_parts=result.parts,
+            **{CACHE_NAME: None if is_prefix else cache},
         )
+
+    def _check_context(self, cache: LoopedCache, plan: LoopPlan) -> None:
+        """Refuse a context that only one of an objective's predictions could see.
+
+        Raises:
+            CacheError: The cache holds tokens, and the objective predicts from more than the run that it serves.
+        """
+        if not cache.get_seq_length():
+            return
+        other = None
+        if plan.short is not None:
+            other = f"a short trajectory ({plan.short})"
+        elif len(self.model.coda) and self.config.objective in ("every_loop", "last_third"):
+            other = "a coda after earlier loops"
+        if other is not None:
+            raise CacheError(
+                f"a cache of {cache.get_seq_length()} tokens with labels in training mode: objective="
+                f"{self.config.objective!r} also trains {other}, which needs rows of its own for these tokens; give all tokens "
+                "without a cache, or call in evaluation mode"
+            )
 
     def _short(self, long: Schedule, given: Any) -> Schedule | None:
         config = self.config

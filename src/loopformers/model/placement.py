@@ -54,7 +54,7 @@ def place(
 
     Args:
         config: Of the model.
-        attention_mask: 1 for text and 0 for padding, (batch, tokens) or (batch, new).
+        attention_mask: 1 for text and 0 for padding, (batch, tokens) or (batch, new). It and positions have been checked.
         position_ids: Of the new tokens, (batch, new); None: counted from each row's first text token, or on from a cache.
         cache: Holds the tokens before.
         batch_size: Rows.
@@ -62,7 +62,7 @@ def place(
         device: Of what is made here.
 
     Raises:
-        ConfigError: A mask of another length, positions beyond the learned ones, packed documents with padding.
+        ConfigError: Positions beyond the learned ones, packed documents with padding.
     """
     num_past = 0 if cache is None else cache.get_seq_length()
     valid = _valid(attention_mask, cache, batch_size, num_past, num_past + num_new)
@@ -139,11 +139,6 @@ def _valid(
     past = None if cache is None else cache.valid
     if mask is None:
         return None if past is None else F.pad(past, (0, num_total - num_past), value=True)
-    if mask.dim() != 2 or len(mask) != batch_size or mask.shape[1] not in (num_total, num_total - num_past):
-        raise ConfigError(
-            f"attention_mask of shape {tuple(mask.shape)} must be ({batch_size}, {num_total}): one entry for each row and "
-            f"each token, {num_past} cached ones included, 1 for text and 0 for padding"
-        )
     mask = mask.bool()
     if mask.shape[1] == num_total:
         return mask

@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.utils import logging
 
-from loopformers.errors import CacheError, ConfigError, ObjectiveWarning, ScheduleWarning
+from loopformers.errors import CacheError, ObjectiveWarning, ScheduleWarning
 from loopformers.model.cache import LoopedCache, SlotSource
 from loopformers.model.call_arguments import settle_arguments
 from loopformers.model.config import LoopConfig
+from loopformers.model.inputs import check_mask, check_positions, check_token_values, token_shape
 from loopformers.model.outputs import LoopedModelOutput
 from loopformers.model.placement import attention_context, place
 from loopformers.model.pretrained import LoopedPreTrainedModel
@@ -33,7 +35,9 @@ from loopformers.recurrence.stream import STREAMS
 from loopformers.recurrence.unroll import Observer, unroll
 from loopformers.schedule import Schedule
 
-__all__ = ["LoopedModel", "PreparedInputs"]
+__all__ = ["LoopedModel", "PreparedInputs", "one_cache"]
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,7 @@ class LoopedModel(LoopedPreTrainedModel):
         run_schedule = config.resolve_schedule(num_loops, schedule)
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
-        cache = self.resolve_cache(cache if past_key_values is None else past_key_values, use_cache, run_schedule)
+        cache = self.resolve_cache(one_cache(past_key_values, cache), use_cache, run_schedule)
         position_ids = self.settle(others, input_ids, position_ids, inputs_embeds, cache)
         prepared = self.prepare(
             input_ids, attention_mask, position_ids, inputs_embeds, cache, run_schedule, bool(output_attentions)
@@ -199,17 +203,14 @@ class LoopedModel(LoopedPreTrainedModel):
         """Embed, place and mask the new tokens, and run the prelude.
 
         Raises:
-            ConfigError: Not exactly one of ids and embeddings, a mask of another length, positions beyond the learned ones.
+            ConfigError: Ids, embeddings, a mask or positions that are none (`loopformers.model.inputs`), or positions beyond
+                the learned ones.
             CacheError: The cache holds another schedule.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ConfigError("give exactly one of input_ids and inputs_embeds")
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        batch_size, num_new = x.shape[:2]
-        if num_new == 0:
-            raise ConfigError("an input of 0 tokens has nothing to predict from; give at least one token")
+        batch_size, num_new = self.check_inputs(input_ids, attention_mask, position_ids, inputs_embeds, cache)
         if not self.training:
             self.warn_where_untrained(schedule)
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if cache is not None:
             cache.begin(schedule, batch_size)
         placement = place(
@@ -226,6 +227,35 @@ class LoopedModel(LoopedPreTrainedModel):
             for i, layer in enumerate(self.prelude):
                 x = layer(x, context, slot=None if cache is None else cache.slot("prelude", i))
         return PreparedInputs(x, context, placement.positions, placement.valid)
+
+    def check_inputs(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        cache: LoopedCache | None,
+    ) -> tuple[int, int]:
+        """Check what a call is given (`loopformers.model.inputs`) and return its rows and new tokens."""
+        batch_size, num_new = self.token_shape(input_ids, inputs_embeds)
+        if input_ids is not None:
+            check_token_values(input_ids, self.config.vocab_size)
+        if attention_mask is not None:
+            num_past = 0 if cache is None else cache.get_seq_length()
+            check_mask(attention_mask, batch_size=batch_size, num_past=num_past, num_new=num_new)
+        if position_ids is not None:
+            check_positions(position_ids, batch_size=batch_size, num_new=num_new)
+        return batch_size, num_new
+
+    def token_shape(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
+        """Check ids or embeddings without a look at their values, and return rows and tokens."""
+        dtype = None
+        if isinstance(inputs_embeds, Tensor):
+            # Autocast and quantised layers take embeddings of other dtypes.
+            is_cast = torch.is_autocast_enabled(inputs_embeds.device.type)
+            is_cast = is_cast or getattr(self.config, "quantization_config", None) is not None
+            dtype = None if is_cast else self.embed_tokens.weight.dtype
+        return token_shape(input_ids, inputs_embeds, hidden_size=self.config.hidden_size, dtype=dtype)
 
     def warn_where_untrained(self, schedule: Schedule) -> None:
         """Warn once, with ScheduleWarning, of a run that training has not drawn: not here, and not by the configuration."""
@@ -358,7 +388,11 @@ class LoopedModel(LoopedPreTrainedModel):
         """
         if cache is None:
             wanted = (self.config.use_cache and not self.training) if use_cache is None else use_cache
-            return LoopedCache(self.config) if wanted and not (self.gradient_checkpointing and self.training) else None
+            if wanted and self.gradient_checkpointing and self.training:
+                if use_cache:
+                    logger.warning_once("use_cache=True makes no cache under activation checkpointing in training mode")
+                return None
+            return LoopedCache(self.config) if wanted else None
         if isinstance(cache, LoopedCache):
             return cache
         if isinstance(cache, DynamicCache):
@@ -372,7 +406,7 @@ class LoopedModel(LoopedPreTrainedModel):
         """Return what conditioning tells each loop of a schedule, (loops, layers, 4, dim), or None where it tells nothing."""
         if self.config.conditioning == "none":
             return None
-        if cache is not None and cache.modulations is not None:
+        if cache is not None and cache.modulations is not None and not torch.is_grad_enabled():
             return cache.modulations
         times = torch.tensor(schedule.times, dtype=torch.float32, device=device)
         step_sizes = torch.tensor(schedule.step_sizes, dtype=torch.float32, device=device)
@@ -380,6 +414,17 @@ class LoopedModel(LoopedPreTrainedModel):
         if cache is not None and not torch.is_grad_enabled():
             cache.modulations = modulations  # a cache serves one schedule, so every later token reuses them
         return modulations
+
+
+def one_cache(past_key_values: Any, cache: Any) -> Any:
+    """Return the cache of a call that may name it either way.
+
+    Raises:
+        CacheError: Two caches.
+    """
+    if past_key_values is not None and cache is not None and past_key_values is not cache:
+        raise CacheError("past_key_values and cache are two names of one argument, and hold different caches; give one")
+    return cache if past_key_values is None else past_key_values
 
 
 def build_layer(config: LoopConfig, stage: Stage, layer_idx: int) -> Layer:
