@@ -3,11 +3,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from loopformers.errors import ScheduleWarning
 from loopformers.studies.workers import Failed, Finished, Reported, Started, Stopping, TaskEvent, run_tasks
 
 
@@ -27,6 +29,10 @@ def wait_for_stop(task: str, emit: Callable[[Any], None], stop_requested: Callab
     raise KeyboardInterrupt
 
 
+def warn(task: str, emit: Callable[[Any], None], stop_requested: Callable[[], bool]) -> None:
+    warnings.warn("5 steps of 1/5 were never drawn", ScheduleWarning, stacklevel=1)
+
+
 def run(tasks: list[str], jobs: int) -> tuple[list[Failed], list[TaskEvent]]:
     events: list[TaskEvent] = []
     return run_tasks(count_letters, tasks, jobs=jobs, on_event=events.append), events
@@ -39,6 +45,13 @@ def test_every_task_runs_once_and_reports(jobs: int) -> None:
     for task in ("one", "three", "fifteen"):
         own = [event for event in events if event.task == task]  # type: ignore[union-attr]
         assert own == [Started(task), Reported(task, len(task)), Finished(task)]
+
+
+@pytest.mark.filterwarnings("error::loopformers.errors.ScheduleWarning")
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_study_runs_untrained_budgets_without_a_word(jobs: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_tasks(warn, ["one", "two"], jobs=jobs, on_event=lambda event: None) == []
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
