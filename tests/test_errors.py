@@ -149,7 +149,7 @@ def test_missing_weights_a_missing_folder_and_a_broken_configuration(folder):
     with pytest.raises(CheckpointError, match=r"no file named model\.safetensors"):
         LoopedForCausalLM.from_pretrained(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not a valid JSON file"):
+    with pytest.raises(CheckpointError, match="is not readable JSON"):
         LoopedForCausalLM.from_pretrained(folder)
 
 

@@ -47,7 +47,7 @@ TOO_LARGE: dict[str, tuple[Callable[[], object], str]] = {
     "heads": (preset(num_attention_heads=10**9), "num_attention_heads=1000000000 must be"),
     "positions": (preset(max_position_embeddings=10**20), "max_position_embeddings="),
     "pattern": (preset(window_pattern="S" * 10**7), "window_pattern='SSS.* must be a string of S"),
-    "epsilon": (preset(rms_norm_eps=1e308), r"rms_norm_eps=1e\+308 must be a positive number of at most 1"),
+    "epsilon": (preset(rms_norm_eps=1e308), r"rms_norm_eps=1e\+308 must be a positive number, at most 1"),
     "rope": (preset(rope_theta=10**400), "rope_theta=<whole number of about 401 digits> must be a positive number"),
     "loop seed": (preset(loop_seed="x"), "loop_seed='x' must be a whole number"),
     "stream": (preset(stream=["state"]), r"stream=\['state'\] is not known"),

@@ -36,7 +36,7 @@ def test_bad_numbers_are_refused_before_anything_is_written(
 ) -> None:
     folder = tmp_path / "run"
     assert main(["quickstart", "--output-dir", str(folder), f"{option}={value}"]) == 2
-    assert f"{option[2:]}={value} must be a whole number" in capsys.readouterr().err
+    assert f"{option}: {value} must be a whole number" in capsys.readouterr().err
     assert not folder.exists()
 
 

@@ -73,8 +73,8 @@ def test_no_other_place_opens_a_tokenizer_or_allows_foreign_code() -> None:
     found = {}
     for file in Path(loopformers.__file__).parent.rglob("*.py"):
         for call in re.findall(
-            r"\w*Tokenizer\w*\.from_pretrained|trust_remote_code=\w+", file.read_text(encoding="utf-8")
+            r"\w*Tokenizer\w*\.from_pretrained|(?:, |\()trust_remote_code=\w+", file.read_text(encoding="utf-8")
         ):
             found.setdefault(call, set()).add(file.name)
     assert found.pop("AutoTokenizer.from_pretrained") == {"tokenizer.py"}
-    assert set(found) == {"trust_remote_code=False"}
+    assert set(found) == {", trust_remote_code=False"}

@@ -70,10 +70,10 @@ BAD_INPUTS = {
     "text for loops": ({"input_ids": IDS, "num_loops": "2"}, "num_loops='2' must be a whole number"),
     "loops of several": ({"input_ids": IDS, "num_loops": torch.tensor([1, 2])}, "num_loops=tensor.* must be a whole number"),
     "a fraction of loops": ({"input_ids": IDS, "num_loops": torch.tensor(1.5)}, "num_loops=tensor.* must be a whole number"),
-    "a number for a schedule": ({"input_ids": IDS, "schedule": 3}, "schedule=3 holds a step size that is no number"),
-    "bytes for a schedule": ({"input_ids": IDS, "schedule": b"11"}, "schedule=b'11' .* a bytes is no sequence of numbers"),
-    "a set for a schedule": ({"input_ids": IDS, "schedule": {1, 2}}, "a set is no sequence of numbers"),
-    "NaN in a schedule": ({"input_ids": IDS, "schedule": [float("nan"), 1]}, "a step size that is no number"),
+    "a number for a schedule": ({"input_ids": IDS, "schedule": 3}, "schedule=3 must be a Schedule, text such as"),
+    "bytes for a schedule": ({"input_ids": IDS, "schedule": b"11"}, "schedule=b'11' must be a Schedule, text such as"),
+    "a set for a schedule": ({"input_ids": IDS, "schedule": {1, 2}}, "schedule={1, 2} must be a Schedule, text such as"),
+    "NaN in a schedule": ({"input_ids": IDS, "schedule": [float("nan"), 1]}, "holds the step size nan, which is not a number"),
 }  # fmt: skip
 
 BAD_LABELS = {

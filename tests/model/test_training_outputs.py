@@ -102,7 +102,12 @@ def test_a_configuration_that_asks_for_states_gets_them_in_training():
     assert model(tokens(), labels=tokens(), output_hidden_states=False).hidden_states is None
 
 
-def test_attentions_that_a_kernel_does_not_give_are_refused_in_training():
+def test_attentions_that_a_kernel_does_not_give_are_computed_by_another_in_training():
     model = double("flt").train()
-    with pytest.raises(ConfigError, match="only 'eager' returns weights"):
-        model(tokens(), labels=tokens(), output_attentions=True)
+    given = model(tokens(), labels=tokens(), output_attentions=True)
+    model.set_attn_implementation("eager")
+    eager = model(tokens(), labels=tokens(), output_attentions=True)
+    assert len(given.attentions) == len(eager.attentions)
+    for ours, theirs in zip(given.attentions, eager.attentions, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(given.loss, eager.loss)

@@ -164,10 +164,7 @@ class ResultsFile:
     def _result(self, line: bytes, number: int) -> CellResult:
         source = f"line {number} of {str(self.path)!r}"
         remedy = "restore the file, or remove the line: its cell runs again"
-        try:
-            return make_record(CellResult, _parse(line, source), source, error=DataError, remedy=remedy)
-        except DataError as error:
-            raise DataError(f"{source} is no result of a cell ({error}); {remedy}") from error
+        return make_record(CellResult, _parse(line, source), source, error=DataError, remedy=remedy)
 
     def _header(self, line: bytes) -> Header:
         try:
