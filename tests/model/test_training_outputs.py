@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loopformers import CacheError, ConfigError
+from loopformers import CacheError
 from loopformers.model.transformers_range import CACHE_NAME
 from loopformers.testing import tiny_model
 
