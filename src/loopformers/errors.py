@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import math
 import reprlib
+import sys
+import warnings
 from collections.abc import Iterable
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "first_line",
     "shorten",
     "unknown_name",
+    "warn_caller",
 ]
 
 
@@ -140,3 +143,18 @@ def unknown_name(what: str, value: object, allowed: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(value), names, n=1) if isinstance(value, str) and len(value) < 200 else []
     hint = f" did you mean {near[0]!r}?" if near else ""
     return f"{what}={shorten(value)} is not known;{hint} {'Choose' if near else 'choose'} one of: {', '.join(names)}"
+
+
+_INNER = ("loopformers", "torch", "transformers", "accelerate", "peft", "trl", "contextlib")
+"""Packages whose frames lie between a line of the user's and a warning of ours."""
+
+
+def warn_caller(text: str, category: type[Warning]) -> None:
+    """Warn at the line outside this package and the libraries below it that led here, which is the line to change.
+
+    A model is called through modules, decorators and trainers, so that no fixed number of frames is right.
+    """
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)

@@ -266,3 +266,18 @@ def test_a_stream_keeps_the_space_that_begins_a_word() -> None:
         stream.put(torch.tensor([token]))
     stream.end()
     assert pieces == [" a", " cold", " day"]
+
+
+def test_without_a_number_a_text_ends_where_the_positions_do(checkpoints, capsys):
+    """transformers' reminder of the model's length would stand in the middle of the text."""
+    folder = checkpoints / "lt"
+    limit = LoopedForCausalLM.from_pretrained(folder).config.max_position_embeddings
+    capsys.readouterr()
+    record = generate(capsys, folder)
+    room = limit - record["num_prompt_tokens"]
+    assert record["samples"][0]["num_new_tokens"] <= min(64, room)
+    assert main(["generate", str(folder), "--prompt", PROMPT, "--max-new-tokens", str(room + 1)]) == 0
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"more than the {limit} positions" in error
+    assert f"--max-new-tokens {room}" in error

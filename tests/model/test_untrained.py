@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,3 +125,20 @@ def test_a_copy_of_a_model_warns_for_itself():
     for each in (model, other):
         with pytest.warns(ScheduleWarning, match="multiples of 1/4"):
             each(IDS, schedule=Schedule.uniform(3))
+
+
+def test_the_warning_names_the_line_that_made_the_call():
+    model = tiny_model("loopformer", num_loops=4)
+    for call in (lambda: model(IDS, num_loops=3), lambda: model.generate(IDS, num_loops=5, max_new_tokens=2)):
+        with pytest.warns(ScheduleWarning) as seen:
+            call()
+        assert [warning.filename for warning in seen] == [__file__]
+
+
+def test_the_readme_shows_no_warning_of_ours():
+    """Its first lines are what a newcomer copies."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    code = readme.partition("```python\n")[2].partition("```")[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(compile(code, "README.md", "exec"), {})

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from loopformers.generation.rules import ExitRule
+    from loopformers.model.config import LoopConfig
     from loopformers.model.modeling import LoopedForCausalLM
     from loopformers.schedule import Schedule
 
@@ -23,6 +24,9 @@ __all__ = ["TextStream", "add_arguments", "run"]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What half a character decodes to: a byte-level token may end inside one."""
+
+MAX_NEW_TOKENS = 64
+"""How many tokens are generated where nobody says how many, and the model's positions hold them."""
 
 MAX_BEAMS = 1024
 """Each beam holds a cache of its own."""
@@ -61,7 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="set the threshold of --exit so that tokens of the bundled validation text get so many loops on average",
     )
     parser.add_argument(
-        "--max-new-tokens", type=count(), default=64, metavar="N", help="at most so many (default: %(default)s)"
+        "--max-new-tokens",
+        type=count(),
+        metavar="N",
+        help=f"at most so many (default: {MAX_NEW_TOKENS}, or fewer where the model was trained on shorter texts)",
     )
     parser.add_argument(
         "--temperature",
@@ -86,7 +93,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    options = _decoding(arguments)
     _check_exit(arguments)
     prompt = read_stdin("--prompt -") if arguments.prompt == "-" else argument_text("--prompt", arguments.prompt)
     from loopformers.cli.checkpoint import load_config, load_model, load_tokenizer
@@ -98,12 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     schedules = parse_budgets(arguments.num_loops, arguments.schedule, config, default=saved)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     prompt_ids = _encode(tokenizer, prompt, config.vocab_size)
-    limit = config.max_position_embeddings
-    if config.position_embedding == "learned" and len(prompt_ids) + arguments.max_new_tokens > limit:
-        raise ConfigError(
-            f"a prompt of {len(prompt_ids)} tokens and {arguments.max_new_tokens} new ones are more than the {limit} positions "
-            f"that this model learned; shorten the prompt, or give --max-new-tokens {max(1, limit - len(prompt_ids))}"
-        )
+    options = _decoding(arguments, _new_tokens(arguments.max_new_tokens, len(prompt_ids), config))
     model = load_model(arguments.model)
     samples = []
     for schedule in schedules:
@@ -212,6 +213,7 @@ def _generate(
     import torch
 
     from loopformers.errors import ExitWarning
+    from loopformers.model.quiet import quiet_transformers
     from loopformers.model.tokenizer import continuation_text
     from loopformers.model.transformers_range import CACHE_NAME
 
@@ -221,7 +223,7 @@ def _generate(
     stop = tokenizer.eos_token_id if stop is None else stop
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     ids = torch.tensor([prompt_ids], device=model.device)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), quiet_transformers():  # its reminders would stand in the middle of the text
         warnings.simplefilter("ignore", ExitWarning)  # _exit_rule has said it, with the loss
         output: Any = model.generate(
             ids,
@@ -296,14 +298,29 @@ def _held_out(model: LoopedForCausalLM, tokenizer: Any) -> Sequence[dict[str, An
     return read_windows(documents, tokenizer, seq_len=seq_len, num_windows=HELD_OUT_WINDOWS).windows
 
 
-def _decoding(arguments: argparse.Namespace) -> dict[str, Any]:
+def _new_tokens(asked: int | None, num_prompt: int, config: LoopConfig) -> int:
+    """Return how many tokens to generate; refuse more than the model has positions for, and note more than it was made for."""
+    limit = config.max_position_embeddings
+    left = limit - num_prompt
+    number = asked or (min(MAX_NEW_TOKENS, left) if left > 0 else MAX_NEW_TOKENS)
+    if number <= left:
+        return number
+    text = f"a prompt of {num_prompt} tokens and {number} new ones are more than the {limit} positions that this model "
+    remedy = "shorten the prompt" if left < 1 else f"shorten the prompt, or give --max-new-tokens {left}"
+    if config.position_embedding == "learned":
+        raise ConfigError(f"{text}learned; {remedy}")
+    print_note(f"warning: {text}is made for, and what comes after them may be worse; {remedy}")
+    return number
+
+
+def _decoding(arguments: argparse.Namespace, max_new_tokens: int) -> dict[str, Any]:
     """Return arguments of the model's `generate`."""
     sampling = {"temperature": arguments.temperature, "top_k": arguments.top_k, "top_p": arguments.top_p}
     given = {name: value for name, value in sampling.items() if value is not None}
     if given:
         given.setdefault("top_k", 0)  # transformers would cut to 50 tokens unasked
     return {
-        "max_new_tokens": arguments.max_new_tokens,
+        "max_new_tokens": max_new_tokens,
         "num_beams": arguments.num_beams,
         "do_sample": bool(given),
         **given,

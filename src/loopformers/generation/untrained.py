@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from loopformers.errors import ExitWarning
+from loopformers.errors import ExitWarning, warn_caller
 
 if TYPE_CHECKING:
     from loopformers.model.config import LoopConfig
@@ -58,4 +57,4 @@ def warn_where_untrained(model: LoopedForCausalLM, rule: object) -> None:
     """Warn with ExitWarning where a model was not trained to be left early."""
     text = exit_warning(model, rule)
     if text is not None:
-        warnings.warn(text, ExitWarning, stacklevel=2)
+        warn_caller(text, ExitWarning)

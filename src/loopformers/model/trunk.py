@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.utils import logging
 
-from loopformers.errors import CacheError, ObjectiveWarning, ScheduleWarning
+from loopformers.errors import CacheError, ObjectiveWarning, ScheduleWarning, warn_caller
 from loopformers.model.cache import LoopedCache, SlotSource
 from loopformers.model.call_arguments import settle_arguments
 from loopformers.model.config import LoopConfig
@@ -163,12 +162,11 @@ class LoopedModel(LoopedPreTrainedModel):
         def warn(gradient: Tensor) -> None:
             if not self._noticed_other_loss:
                 self._noticed_other_loss = True
-                warnings.warn(
+                warn_caller(
                     f"objective={objective!r} is not trained: the loss was computed outside the model, from the last loop of "
                     "one run. To train the objective, call the model with labels and use the loss that it returns; to train "
                     "the last loop on purpose, set config.objective='last_loop'",
                     ObjectiveWarning,
-                    stacklevel=1,
                 )
 
         hidden.register_hook(warn)
@@ -264,7 +262,7 @@ class LoopedModel(LoopedPreTrainedModel):
         self.known_schedules.add(schedule)
         text = schedule_warning(self.config, schedule)
         if text is not None:
-            warnings.warn(text, ScheduleWarning, stacklevel=2)
+            warn_caller(text, ScheduleWarning)
 
     def run(
         self,
