@@ -168,3 +168,23 @@ def test_every_error_of_this_package_is_caught(monkeypatch: pytest.MonkeyPatch) 
     for kind in LoopformersError.__subclasses__():
         command_that(monkeypatch, raising(kind("text")))
         assert main(["info"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["generate", "m", "--promt", "x"],
+            "option --promt is not known; did you mean --prompt? loopformers generate --help",
+        ),
+        (
+            ["generate", "m", "--prompt", "x", "--num-lops=3"],
+            "option --num-lops is not known; did you mean --num-loops? ",
+        ),
+        (["evaluate", "budget", "m", "--no-tim"], "did you mean --no-time? loopformers evaluate budget --help"),
+        (["quickstart", "--zzz"], "option --zzz is not known; loopformers quickstart --help"),
+    ],
+)
+def test_a_misspelt_option_is_named_with_the_nearest_one(arguments, said, capsys):
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  loopformers data info corpus --seq-len 512\n"
         "  loopformers data info my-texts/ --split-by tail --json"
     )
-    commands = parser.add_subparsers(dest="data_command", metavar="{build,info}")
+    commands = parser.add_subparsers(prog=parser.prog, dest="data_command", metavar="{build,info}")
     _add_build(commands)
     _add_info(commands)
 

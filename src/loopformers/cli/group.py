@@ -21,7 +21,7 @@ def add_subcommands(parser: argparse.ArgumentParser, command: str, modules: Mapp
     """
     choices = "{" + ",".join(modules) + "}"
     parser.usage = f"loopformers {command} {choices} [options]"
-    subparsers = parser.add_subparsers(dest="subcommand", metavar=choices)
+    subparsers = parser.add_subparsers(prog=parser.prog, dest="subcommand", metavar=choices)
     for name, (module, summary) in modules.items():
         subparser = subparsers.add_parser(
             name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

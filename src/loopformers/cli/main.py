@@ -97,7 +97,8 @@ def _run(argv: Sequence[str]) -> int:
         return USAGE_ERROR
     module = importlib.import_module(COMMANDS[name].module)
     module.add_arguments(subparsers[name])
-    if getattr(module, "TAKES_OVERRIDES", False):
+    subparsers[name].takes_overrides = getattr(module, "TAKES_OVERRIDES", False)
+    if subparsers[name].takes_overrides:
         arguments, overrides = parser.parse_known_args(argv)
         arguments.overrides = overrides
     else:

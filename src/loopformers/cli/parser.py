@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from loopformers.errors import ConfigError
 from loopformers.limits import MAX_SEED
@@ -25,9 +26,41 @@ class Parser(argparse.ArgumentParser):
     Parsers of subcommands are of the same class: argparse makes them so.
     """
 
+    takes_overrides = False
+    """Whether options that are not declared are fields of a recipe, which the command itself reads."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, and refuse an unknown option here, where the options of the command are known.
+
+        argparse leaves it to the outermost parser, or complains first of a required option that was only misspelt.
+        """
+        given = list(args) if args is not None else []
+        try:
+            known, others = super().parse_known_args(args, namespace)
+        except ConfigError:
+            self._refuse_unknown(given)
+            raise
+        self._refuse_unknown(others)
+        return known, others
+
+    def _refuse_unknown(self, given: Sequence[str]) -> None:
+        """Raise ConfigError for the first option that is not declared, with the nearest that is."""
+        if self.takes_overrides or self._subparsers is not None:
+            return
+        for argument in given:
+            name = argument.partition("=")[0]
+            if argument == "--":
+                return
+            if name.startswith("--") and name not in self._option_string_actions:
+                near = difflib.get_close_matches(
+                    name, [o for o in self._option_string_actions if o.startswith("--")], n=1
+                )
+                self.error(f"option {name} is not known" + (f"; did you mean {near[0]}?" if near else ""))
+
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError with what is wrong and where help is."""
-        raise ConfigError(f"{message.removeprefix('argument ')}; {self.prog} --help shows what can be given")
+        joint = "" if message.endswith("?") else ";"
+        raise ConfigError(f"{message.removeprefix('argument ')}{joint} {self.prog} --help shows what can be given")
 
 
 def count(at_least: int = 1, at_most: int = MAX_COUNT, *, advice: str = "") -> Callable[[str], int]:
