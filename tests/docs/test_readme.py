@@ -40,6 +40,7 @@ def test_every_command_on_a_page_is_one_that_we_have(command):
     parser, subparsers = cli._parser()
     module = importlib.import_module(cli.COMMANDS[argv[0]].module)
     module.add_arguments(subparsers[argv[0]])
+    subparsers[argv[0]].takes_overrides = getattr(module, "TAKES_OVERRIDES", False)
     parser.parse_known_args(argv)  # exits on an option's bad value
     if argv[0] not in ("train", "plan"):  # these take any field of a recipe
         parser.parse_args(argv)
