@@ -22,8 +22,8 @@ LOWEST_TESTS := tests/model tests/parity tests/nn tests/recurrence tests/objecti
 test-lowest: $(VENV)-lowest/.installed
 	$(VENV)-lowest/bin/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow and not distributed' $(LOWEST_TESTS)
 
-# torch's kernels differ between instruction sets, and the models' numbers may not: golden and parity tests under each set.
-# torch would run one that the processor lacks, and crash.
+# torch's kernels differ between instruction sets, but our numbers must not: runs golden and parity tests under each set.
+# Sets that the processor lacks are skipped, since torch would crash on them.
 INSTRUCTION_SETS := default avx2 avx512
 
 test-instruction-sets: $(VENV)/.installed
@@ -33,19 +33,19 @@ test-instruction-sets: $(VENV)/.installed
 			default\ * | "avx2 avx2" | "avx2 avx512" | "avx512 avx512") \
 				echo "instruction set: $$set"; \
 				ATEN_CPU_CAPABILITY=$$set $(BIN)/python -m pytest -q tests/golden tests/parity || exit 1 ;; \
-			*) echo "instruction set: $$set skipped, which this processor ($$best) does not have" ;; \
+			*) echo "instruction set: $$set skipped, since this processor ($$best) does not have it" ;; \
 		esac; \
 	done
 
-# The suites that transformers and peft have for any model, from the source distributions of their installed versions. Where
-# these cannot be downloaded, the suites say so and are skipped. Then our tests of trl, bitsandbytes and torchao, which are
-# installed apart, since their mere presence changes what peft and transformers import.
+# The generic model suites of transformers and peft, from the source distributions of their installed versions. If these cannot
+# be downloaded, the suites are skipped with a message. Then our tests of trl, bitsandbytes and torchao, which live in a separate
+# environment, since their mere presence changes what peft and transformers import.
 test-others: $(VENV)-others/.installed
 	$(BIN)/python -m tests.others_suites.sources transformers peft
 	$(BIN)/python -m pytest -n $(JOBS) $(wildcard tests/others_suites/*_suite.py)
 	$(VENV)-others/bin/python -m pytest -n $(JOBS) tests/others
 
-# As test-others does, with every adapter that PEFT has.
+# Like test-others, with every PEFT adapter.
 test-others-full: export EVERY_ADAPTER := 1
 test-others-full: test-others
 
