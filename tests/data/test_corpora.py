@@ -335,28 +335,28 @@ def test_a_missing_file_or_folder_is_refused(load, source):
 
 @pytest.mark.parametrize("source", ["", None, 3, ["a.txt"]])
 def test_what_is_no_source_at_all_is_refused(load, source):
-    with pytest.raises(DataError, match="is no path and no name"):
+    with pytest.raises(DataError, match="is neither a path nor a name"):
         load(source)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "b.jsonl"])
 def test_an_empty_corpus_is_refused(folder, load, name):
     (folder / name).write_text('{"text": " "}\n' if name == "b.jsonl" else "")
-    with pytest.raises(DataError, match=r"holds no text.*at least one document"):
+    with pytest.raises(DataError, match=r"contains no text.*at least one document"):
         load(folder / name)
-    with pytest.raises(DataError, match=r"holds no text.*at least one document"):
+    with pytest.raises(DataError, match=r"contains no text.*at least one document"):
         load(folder)
 
 
 def test_a_folder_without_files_is_refused(folder, load):
-    with pytest.raises(DataError, match=r"holds no file that can be read; those read end in \.txt"):
+    with pytest.raises(DataError, match=r"contains no file that can be read; files that can be read end in \.txt"):
         load(folder)
 
 
 @pytest.mark.parametrize("name", ["table.csv", "noend", "a.parquet.gz"])
 def test_a_file_of_another_kind_is_refused(folder, load, name):
     (folder / name).write_text("a,b\n")
-    with pytest.raises(DataError, match=r"a suffix that is not known.*rename a plain text file"):
+    with pytest.raises(DataError, match=r"an unknown suffix.*rename a plain text file"):
         load(folder / name)
 
 
@@ -371,7 +371,7 @@ def test_a_missing_text_column_is_refused_with_those_that_are_there(folder, load
 @pytest.mark.parametrize("values", [[3, 4], [["a", "b"]], [{"en": "a"}], [None, None]])
 def test_text_that_is_no_string_is_refused(folder, load, values):
     json_lines(folder / "a.jsonl", *({"text": value} for value in values))
-    with pytest.raises(DataError, match=r"line 1, has .* in column 'text', and text must be strings"):
+    with pytest.raises(DataError, match=r"line 1, has .* in column 'text', but text must be a string"):
         load(folder / "a.jsonl")
 
 

@@ -76,5 +76,5 @@ def test_a_pipe_and_a_folder_without_text_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(DataError, match=r"pipe\.txt' is not a regular file"):
         corpus_fingerprint([tmp_path / "pipe.txt"])
-    with pytest.raises(DataError, match="holds no file that can be read"):
+    with pytest.raises(DataError, match="contains no file that can be read"):
         corpus_fingerprint([tmp_path])

@@ -384,7 +384,7 @@ def test_no_document_forges_its_end_where_words_of_the_vocabulary_spell_it(make_
 def test_an_eos_token_that_stands_for_unknown_words_is_refused_where_it_would_end_a_document(make_documents, cache):
     tokenizer = word_tokenizer(5, eos_token="<unk>")
     assert tokenize_documents(make_documents(["w1 w2"]), tokenizer, cache_dir=cache).tokens.tolist() == [3, 4, 0]
-    with pytest.raises(DataError, match=r"gives its eos token \(0\) to words of the text"):
+    with pytest.raises(DataError, match=r"encodes words of the text as its eos token \(0\)"):
         tokenize_documents(make_documents(["w1 stranger w2"]), tokenizer, cache_dir=cache)
 
 

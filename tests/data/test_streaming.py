@@ -213,7 +213,7 @@ def test_the_position_of_another_stream_is_refused(windows_of, change):
 @pytest.mark.parametrize("position", [None, 7, {}, {"waiting": ["x"]}, {"waiting": [-1]}, {"waiting": [], "epok": 3}])
 def test_a_damaged_position_is_refused(windows_of, position):
     state = windows_of().state_dict() | {"position": position}
-    with pytest.raises(CheckpointError, match="position of this stream is damaged"):
+    with pytest.raises(CheckpointError, match="saved position of this stream is damaged"):
         windows_of().load_state_dict(state)
 
 

@@ -138,7 +138,7 @@ def read_source(
 
 def no_text(origin: str) -> DataError:
     """The error for a source without a document."""
-    return DataError(f"{origin} holds no text, and a corpus needs at least one document; add some")
+    return DataError(f"{origin} contains no text, and a corpus needs at least one document; add some")
 
 
 def dataset_name(source: str | os.PathLike[str]) -> re.Match[str]:

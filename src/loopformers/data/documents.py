@@ -88,7 +88,7 @@ def document_of(text: object, given_id: object, where: str, text_column: str) ->
     if not isinstance(text, str):
         held = "no string" if text is None else f"a value of type {type(text).__name__}"
         raise DataError(
-            f"{where} has {held} in column {text_column!r}, and text must be strings; remove the row, or name another "
+            f"{where} has {held} in column {text_column!r}, but text must be a string; remove the row, or name another "
             "column with text_column="
         )
     if not text or text.isspace():
@@ -174,7 +174,7 @@ def _json_rows(file: SourceFile, text_column: str, id_column: str | None, skip_r
 def no_column(where: str, text_column: str, columns: Iterable[object]) -> DataError:
     """The error for rows without the column of their text."""
     return DataError(
-        f"{where} has no column {text_column!r}, where the text is looked for; its columns are "
+        f"{where} has no column {text_column!r}, where the text should be; its columns are "
         f"{', '.join(map(str, columns))}: name one with text_column="
     )
 

@@ -62,8 +62,8 @@ def _values(opened: BinaryIO, name: str, max_bytes: int) -> Iterator[JsonValue]:
         for value in _parse(text, name, number):
             if array_seen is not None or (isinstance(value.value, list) and found):
                 raise DataError(
-                    f"{name}, line {array_seen or value.line}, is an array beside other values, and a file holds either one "
-                    "array or objects; write one object a line"
+                    f"{name}, line {array_seen or value.line}, is an array among other values, but a file must contain either "
+                    "one array or only objects; write one object per line"
                 )
             found += 1
             if isinstance(value.value, list):

@@ -306,8 +306,8 @@ class DocumentEncoder:
         spelled = [i for ids_of_character in self._ids(list(self._eos_token)) for i in ids_of_character]
         if self.eos_token_id in spelled:
             raise DataError(
-                f"the tokenizer gives its eos token ({self.eos_token_id}) to words of the text, whose documents would end "
-                "there; give one whose eos token stands for nothing else, such as unknown words"
+                f"the tokenizer encodes words of the text as its eos token ({self.eos_token_id}), so documents would end there; "
+                "use a tokenizer whose eos token has no other meaning, such as unknown words"
             )
         return [part for i in ids for part in (spelled if i == self.eos_token_id else [i])]
 

@@ -74,8 +74,8 @@ class PieceCutter:
                 if len(text) - start <= MAX_WHOLE:
                     break
                 raise DataError(
-                    f"the document that begins {text[:40]!r} has {MAX_WHOLE:,} characters or more in which this tokenizer "
-                    "allows no cut, too many to encode at once; cut it in several, or use a tokenizer that separates words"
+                    f"the document that begins {text[:40]!r} has {MAX_WHOLE:,} or more characters that this tokenizer can only "
+                    "encode together, too many for memory; split the document, or use a tokenizer that separates words"
                 )
             end, begin = cut
             yield text[start:end]

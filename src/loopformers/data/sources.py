@@ -72,7 +72,7 @@ def find_files(source: str | os.PathLike[str]) -> list[SourceFile] | None:
     """
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise DataError(
-            f"source={source!r} is no path and no name; give {BUNDLED!r}, a file, a folder or a dataset's name"
+            f"source={source!r} is neither a path nor a name; give {BUNDLED!r}, a file, a folder or a dataset's name"
         )
     if is_bundled(source):
         return _source_files(_bundled_files(str(source).partition("/")[2]), BUNDLED_DIR)
@@ -113,7 +113,7 @@ def _known_kind(path: Path) -> str:
     kind = kind_of(path)
     if kind is None:
         raise DataError(
-            f"file {str(path)!r} has a suffix that is not known; those read end in {SUFFIXES}; "
+            f"file {str(path)!r} has an unknown suffix; files that can be read end in {SUFFIXES}; "
             "rename a plain text file to end in .txt"
         )
     return kind
@@ -128,7 +128,7 @@ def _bundled_files(part: str) -> list[Path]:
 def _files_under(folder: Path) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise DataError(
-            f"folder {error.filename!r} cannot be listed ({error.strerror}); check its permissions, or move it away"
+            f"folder {error.filename!r} cannot be listed ({error.strerror}); check its permissions, or move it elsewhere"
         ) from error
 
     found: list[Path] = []
@@ -140,7 +140,7 @@ def _files_under(folder: Path) -> list[Path]:
         found += [path for path in paths if kind_of(path) and path.is_file()]
     if not found:
         raise DataError(
-            f"folder {str(folder)!r} holds no file that can be read; those read end in {SUFFIXES}; "
+            f"folder {str(folder)!r} contains no file that can be read; files that can be read end in {SUFFIXES}; "
             "rename the files or give another folder"
         )
     return sorted(found)

@@ -124,8 +124,8 @@ class DocumentStream:
             raise DataError(f"{self.origin}: " + unknown_name("split", self.split, SPLITS))
         if self.split_by not in ("document", "id"):
             raise ConfigError(
-                f"split_by={self.split_by!r} is not possible for a stream, which knows no document before it comes; choose "
-                "document or id, or load the source"
+                f"split_by={self.split_by!r} is not possible for a stream, which cannot look ahead; choose "
+                "document or id, or load the source instead"
             )
         object.__setattr__(self, "_bounds", check_fractions(self.fractions))
 
@@ -300,7 +300,7 @@ def _parquet_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[st
         found = [file for file in files if file.kind == "parquet"]
         if not found:
             raise DataError(
-                f"{str(entry)!r} holds no .parquet file; give the folder of a corpus's shards, or the files"
+                f"{str(entry)!r} contains no .parquet file; give the folder of a corpus's shards, or the files"
             )
         yield from found
 

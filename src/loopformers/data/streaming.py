@@ -223,7 +223,9 @@ class StreamedWindows(torch.utils.data.IterableDataset[dict[str, npt.NDArray[np.
             position["waiting"] = np.array(position["waiting"], dtype=np.uint32)
             self._start = Position(**position)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"the position of this stream is damaged ({error}); start anew") from error
+            raise CheckpointError(
+                f"the saved position of this stream is damaged ({error}); start again from the beginning"
+            ) from error
         self._positions.clear()
         self._positions.append(self._start)
 

@@ -127,7 +127,7 @@ def plain_backend(tokenizer: PreTrainedTokenizerFast) -> str:
         serialised = json.loads(tokenizer.backend_tokenizer.to_str())
     except Exception as error:  # the library's own type of error; parts written in Python have no serialised form
         raise DataError(
-            f"tokenizer {name!r} has a part that cannot be copied ({error}); use one whose parts are all of the tokenizers "
+            f"tokenizer {name!r} has a part that cannot be copied ({error}); use one whose parts all come from the tokenizers "
             "library"
         ) from error
     serialised |= {"truncation": None, "padding": None, "post_processor": ADDS_NOTHING}

@@ -120,7 +120,7 @@ class _Limited(io.RawIOBase):
         self.count += len(data)
         if self.count > max(ALWAYS_UNPACKED, MAX_EXPANSION * self.size):
             raise DataError(
-                f"file {str(self.path)!r} grows to more than {MAX_EXPANSION} times its {self.size:,} bytes when it is unpacked, "
-                "as no text does; if it is what you want, unpack it yourself and give the result"
+                f"file {str(self.path)!r} grows to more than {MAX_EXPANSION} times its {self.size:,} bytes when decompressed, "
+                "which real text does not; if it is correct, decompress it yourself and give the result"
             )
         return len(data)
