@@ -74,7 +74,7 @@ def test_a_fault_of_ours_is_one_line_and_a_private_file_with_the_details(
     monkeypatch.setattr(sys, "argv", ["loopformers", "generate", "m", "--prompt", "my diary", "--hf-token=hf_abc"])
     code, said = end(ZeroDivisionError("ours\nsecond line"), capsys)
     assert code == 70
-    start = "error: unexpected ZeroDivisionError: ours; this is a fault of loopformers: report it with the details in "
+    start = "error: unexpected ZeroDivisionError: ours; this is a bug in loopformers: report it with the details in "
     assert said.startswith(start)
     assert said.count("\n") == 1
     file = Path(said.removeprefix(start).strip())
@@ -110,8 +110,8 @@ def test_the_debug_variable_shows_the_traceback(
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (MemoryError(), "error: out of memory: the machine has not enough memory"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried .."), "error: out of memory: the machine has not"),
+        (MemoryError(), "error: out of memory: this machine does not have enough memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried .."), "error: out of memory: this machine does not"),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"),
             "error: out of memory (Default",
@@ -140,7 +140,7 @@ def test_what_a_user_can_put_right_is_one_line_with_a_remedy(
 def test_too_deep_a_recursion_blames_the_input_first(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = end(RecursionError("maximum recursion depth exceeded"), capsys)
     assert code == 70
-    assert "; its input is nested too deeply, or this is a fault of loopformers: report it with" in said
+    assert "; its input is nested too deeply, or this is a bug in loopformers: report it with" in said
 
 
 def test_a_huge_message_is_shortened() -> None:
@@ -156,7 +156,7 @@ def test_a_closed_stdout_is_refused_before_any_work() -> None:
     result = process("raise SystemError('worked')", ">&-")
     assert (result.returncode, result.stderr) == (
         2,
-        "error: stdout is closed, and results are printed there; leave it open, or send it to /dev/null\n",
+        "error: stdout is closed, but results are printed there; leave it open, or redirect it to /dev/null\n",
     )
 
 
@@ -175,7 +175,7 @@ def test_closed_stdin_and_stderr_are_no_obstacle_and_no_file_takes_their_place(t
 def test_python_without_docstrings_is_refused_by_name() -> None:
     result = process("print('worked')", PYTHONOPTIMIZE="2")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: Python runs with PYTHONOPTIMIZE=2 (-OO), which strips the docstrings")
+    assert result.stderr.startswith("error: Python runs with PYTHONOPTIMIZE=2 (-OO), which strips docstrings")
     assert process("print('worked')", PYTHONOPTIMIZE="1").stdout == "worked\n"
 
 

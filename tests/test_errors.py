@@ -70,7 +70,7 @@ BAD = {
     "count of a schedule": (forward("loopformer", schedule="uniform:x"), ConfigError, "'x' is not a number.*uniform:4"),
     "sum": (forward("loopformer", schedule="1/2,1/4"), ConfigError, "sum to 0.75, and must sum to 1"),
     "sum of floats": (forward("loopformer", schedule=[0.5, 0.6]), ConfigError, r"\[0.5, 0.6\] sum to 1.1, and must"),
-    "sum of integers": (lambda: Schedule((2, 1), 4), ConfigError, "sum to 3/4, and must sum to 1.*add up to 4"),
+    "sum of integers": (lambda: Schedule((2, 1), 4), ConfigError, "sum to 3/4 and must sum to 1.*add up to 4"),
     "negative step": (forward("loopformer", schedule=[1.5, -0.5]), ConfigError, "must all be positive"),
     "word": (forward("loopformer", schedule="1/2,half"), ConfigError, "the step size 'half', which is not a number"),
     "too many steps": (

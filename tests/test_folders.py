@@ -138,7 +138,7 @@ def test_what_is_not_a_folder_and_a_missing_working_folder_are_refused(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pytest.raises(ConfigError, match="working folder has been removed"), owned("run"):
+    with pytest.raises(ConfigError, match="working directory has been removed"), owned("run"):
         pytest.fail("owned nothing")
     with pytest.raises(LoopformersError, match="run/x' cannot be written"):
         write_whole("run/x", "text")
@@ -280,7 +280,7 @@ def test_a_whole_result_whose_journal_stayed_is_kept(tmp_path: Path) -> None:
 def test_an_error_of_writing_names_the_path_and_leaves_the_old_file(tmp_path: Path) -> None:
     with (
         pytest.raises(
-            WriteError, match=r"/dev/full' cannot be written \(No space left on device\); free space"
+            WriteError, match=r"/dev/full' cannot be written \(No space left on device\); free some space"
         ) as full,
         writing("/dev/full"),
         open("/dev/full", "w") as file,

@@ -22,7 +22,7 @@ def test_only_a_home_folder_at_the_start_is_expanded(monkeypatch: pytest.MonkeyP
     [
         ("", "is empty"),
         ("  ", "is empty"),
-        ("a\0b", "holds a NUL character"),
+        ("a\0b", "contains a NUL character"),
         ("a\udcff", "is not UTF-8 text"),
         ("~nobody-of-this-name/x", "there is no home folder of '~nobody-of-this-name'"),
         ("$HOME/x", "starts with an environment variable"),

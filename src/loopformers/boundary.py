@@ -31,16 +31,16 @@ __all__ = [
 
 SUCCESS = 0
 USAGE_ERROR = 2
-"""Exit code for what a user can put right; argparse uses the same one."""
+"""Exit code for errors that the user can fix; argparse uses the same one."""
 UNEXPECTED = 70
-"""Exit code for a fault of this package (EX_SOFTWARE of sysexits.h)."""
+"""Exit code for a bug in this package (EX_SOFTWARE of sysexits.h)."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
 BROKEN_PIPE = 141
 """Exit code when the reader of our output has gone: 128 + SIGPIPE."""
 
 DEBUG_VARIABLE = "LOOPFORMERS_DEBUG"
-"""Environment variable; 1 shows tracebacks in the place of one-line errors."""
+"""Environment variable; 1 shows tracebacks instead of one-line errors."""
 
 MAX_LINE = 2000
 """Longest error that is printed whole. A value of ten megabytes must not fill the terminal."""
@@ -56,9 +56,9 @@ REMEDIES = {
     errno.ENOSPC: "make room on the disk, or write to another one, and run the same command again",
     errno.EDQUOT: "make room in your quota, or write to another disk, and run the same command again",
     errno.EFBIG: "raise the limit on file sizes (ulimit -f), or write to another disk",
-    errno.EACCES: "give a path that you may use, or change its permissions",
-    errno.EPERM: "give a path that you may use, or change its permissions",
-    errno.EROFS: "give a path on a disk that can be written",
+    errno.EACCES: "give a path that you have access to, or change its permissions",
+    errno.EPERM: "give a path that you have access to, or change its permissions",
+    errno.EROFS: "give a path on a disk that is not read-only",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENOENT: CHECK_PATH,
     errno.ENOTDIR: CHECK_PATH,
@@ -69,7 +69,7 @@ REMEDIES = {
 """What to do about an error of the system, by its number."""
 
 OUT_OF_MEMORY = (
-    "the machine has not enough memory for this; give a smaller model, batch, sequence or number of loops, or a machine "
+    "this machine does not have enough memory; use a smaller model, batch, sequence or number of loops, or a machine "
     "with more memory"
 )
 ALLOCATOR_MESSAGES = (
@@ -95,7 +95,7 @@ def run_command(command: Callable[[], int | None]) -> int:
         _prepare_streams()
         if sys.flags.optimize > 1:
             raise ConfigError(
-                "Python runs with PYTHONOPTIMIZE=2 (-OO), which strips the docstrings that transformers reads; unset it, or set 1"
+                "Python runs with PYTHONOPTIMIZE=2 (-OO), which strips docstrings that transformers needs; unset it, or use 1"
             )
         code = command() or SUCCESS
         _flush_stdout()  # here a full disk, or a reader that has gone, is still noticed
@@ -168,7 +168,9 @@ def _explain_os_error(error: OSError) -> str | None:
     is_writing = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # writes carry no path
     place = " -> ".join(paths) or ("stdout, or a file that was being written" if is_writing else "")
     reason = error.strerror[:1].lower() + error.strerror[1:]
-    remedy = REMEDIES.get(error.errno, f"put it right and run the same command again; {DEBUG_VARIABLE}=1 shows where")
+    remedy = REMEDIES.get(
+        error.errno, f"fix this and run the same command again; {DEBUG_VARIABLE}=1 shows where it happened"
+    )
     return f"{place + ': ' if place else ''}{reason}; {remedy}"
 
 
@@ -185,9 +187,9 @@ def _flush_stdout() -> None:
 def _report(error: BaseException) -> str:
     """Write the details file of an unexpected error, and return what to tell the user about it."""
     blame = (
-        "its input is nested too deeply, or this is a fault of loopformers"
+        "its input is nested too deeply, or this is a bug in loopformers"
         if isinstance(error, RecursionError)
-        else "this is a fault of loopformers"
+        else "this is a bug in loopformers"
     )
     try:
         handle, path = tempfile.mkstemp(prefix="loopformers-error-", suffix=".txt")
@@ -245,7 +247,7 @@ def _prepare_streams() -> None:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  lives as long as the process
     if sys.stdout is None:
-        raise ConfigError("stdout is closed, and results are printed there; leave it open, or send it to /dev/null")
+        raise ConfigError("stdout is closed, but results are printed there; leave it open, or redirect it to /dev/null")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

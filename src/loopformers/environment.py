@@ -19,11 +19,11 @@ DEBUG = "LOOPFORMERS_DEBUG"
 IMPORT = "LOOPFORMERS_IMPORT"
 
 VARIABLES: Mapping[str, str] = {
-    CONFIG: "recipe of `train` and `plan` where none is given",
-    DEBUG: "1: commands show the traceback of an unexpected error",
-    IMPORT: "modules that commands import first, with commas between them",
+    CONFIG: "recipe that `train` and `plan` use if none is given",
+    DEBUG: "1: a command that fails shows the traceback",
+    IMPORT: "modules that commands import first, separated by commas",
 }
-"""What each variable means that is no field of a recipe."""
+"""What each variable means, except for those of recipe fields."""
 
 
 def check_variables(environ: Mapping[str, str], fields: Iterable[str]) -> None:
@@ -50,6 +50,6 @@ def check_variables(environ: Mapping[str, str], fields: Iterable[str]) -> None:
         if is_field or near:
             hint = f"did you mean {PREFIX}{near[0]}? Correct" if near else "correct"
             raise ConfigError(
-                f"environment variable {variable[:120]} has no effect, as nothing reads a variable of that name; {hint} it, or "
-                "unset it"
+                f"environment variable {variable[:120]} has no effect, since nothing reads a variable of that name; {hint} it, "
+                "or unset it"
             )

@@ -61,8 +61,8 @@ def writing(path: str | os.PathLike[str], *failures: type[Exception]) -> Iterato
     except kinds as cause:
         reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
         error = WriteError(
-            f"{os.fspath(path)!r} cannot be written ({reason}); free space, or see to it that its folder exists and may be "
-            "written"
+            f"{os.fspath(path)!r} cannot be written ({reason}); free some space, or make sure that its folder exists and is "
+            "writable"
         )
         error.errno, error.strerror = getattr(cause, "errno", None), reason
         raise error from cause

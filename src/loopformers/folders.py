@@ -256,7 +256,7 @@ def _resolved(folder: str | os.PathLike[str]) -> str:
     try:
         return os.path.realpath(folder)
     except FileNotFoundError as error:
-        raise ConfigError("the working folder has been removed; change into one that exists") from error
+        raise ConfigError("the working directory has been removed; change to one that exists") from error
     except ValueError as error:
         raise ConfigError(f"folder {os.fspath(folder)!r} is not a path ({error}); give another name") from error
 

@@ -107,7 +107,7 @@ class PoissonLogNormal:
     def __post_init__(self) -> None:
         if not 1 < self.mean_loops <= MAX_LOOPS:
             raise ConfigError(
-                f"mean_loops={shorten(self.mean_loops)} must be above 1, as one loop is always run, and at most {MAX_LOOPS}"
+                f"mean_loops={shorten(self.mean_loops)} must be above 1, since one loop always runs, and at most {MAX_LOOPS}"
             )
         if not 0 <= self.sigma <= MAX_SIGMA:
             raise ConfigError(f"sigma={shorten(self.sigma)} must be a number from 0 to {MAX_SIGMA}")

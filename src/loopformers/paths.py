@@ -29,7 +29,7 @@ def expand_path(text: str | os.PathLike[str], name: str = "path") -> str:
     if not isinstance(path, str) or not path.strip():
         raise ConfigError(f"{name}={shorten(path)} is empty and names no file or folder; give a path")
     if "\0" in path:
-        raise ConfigError(f"{name}={shorten(path)} holds a NUL character, which no path can; remove it")
+        raise ConfigError(f"{name}={shorten(path)} contains a NUL character, which paths cannot have; remove it")
     try:
         path.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -39,7 +39,7 @@ def expand_path(text: str | os.PathLike[str], name: str = "path") -> str:
     if re.match(r"\$(\w|\{)", path):
         raise ConfigError(
             f"{name}={shorten(path)} starts with an environment variable, and these are not expanded here; write ~ for your "
-            "home folder, or the path itself (./$NAME for a folder of that very name)"
+            "home folder, or the full path (or ./$NAME for a folder with exactly that name)"
         )
     if not path.startswith("~"):
         return path
@@ -47,6 +47,6 @@ def expand_path(text: str | os.PathLike[str], name: str = "path") -> str:
     if expanded.startswith("~"):
         raise ConfigError(
             f"{name}={shorten(path)}: there is no home folder of {path.partition('/')[0]!r}; correct the user's name, or write "
-            f"./{path[:60]} for a file or folder of that very name"
+            f"./{path[:60]} for a file or folder with exactly that name"
         )
     return expanded

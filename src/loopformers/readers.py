@@ -84,7 +84,8 @@ def parse_json(
         raise error(f"{name} is nested more than {MAX_DEPTH} levels deep; {remedy}")
     if not isinstance(value, kind):
         raise error(
-            f"{name} holds {type(value).__name__} where {JSON_NAMES.get(kind, kind.__name__)} must be; {remedy}"
+            f"{name} contains a value of type {type(value).__name__} but must contain "
+            f"{JSON_NAMES.get(kind, kind.__name__)}; {remedy}"
         )
     return value
 
@@ -142,7 +143,7 @@ def parse_yaml(
         value = {}
     if not isinstance(value, kind):
         found = "a list" if isinstance(value, list) else "a single value"
-        raise error(f"{name} holds {found} where {YAML_NAMES.get(kind, kind.__name__)} must be; {remedy}")
+        raise error(f"{name} contains {found} but must contain {YAML_NAMES.get(kind, kind.__name__)}; {remedy}")
     return value
 
 
@@ -165,7 +166,7 @@ def read_text(
     except (OSError, ValueError) as cause:  # ValueError: a NUL in the path
         raise error(f"{str(file)!r} cannot be read ({getattr(cause, 'strerror', None) or cause}); {remedy}") from cause
     if len(content) > max_bytes:
-        raise error(f"{file} is larger than {max_bytes:,} bytes, more than such a file can hold; {remedy}")
+        raise error(f"{file} is larger than {max_bytes:,} bytes, the most that such a file may have; {remedy}")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as cause:

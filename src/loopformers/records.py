@@ -46,7 +46,7 @@ def make_record(
     """
     name = os.fspath(source)
     if not isinstance(fields, Mapping):
-        raise error(f"{name} holds {shorten(fields)} where an object must be; {remedy}")
+        raise error(f"{name} is {shorten(fields)} but must be an object; {remedy}")
     declared = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
     hints = get_type_hints(kind)
     unknown = sorted(fields.keys() - declared.keys())
@@ -138,5 +138,5 @@ class _Reader:
 
 def _mismatch(value: Any, words: str, place: str) -> ValueError:
     shown = shorten(value)
-    held = shown if len(shown) <= 60 and not isinstance(value, dict) else type(value).__name__
-    return ValueError(f"its field {place!r} holds {held} where {words} must be")
+    held = shown if len(shown) <= 60 and not isinstance(value, dict) else f"a value of type {type(value).__name__}"
+    return ValueError(f"its field {place!r} is {held} but must be {words}")

@@ -62,11 +62,12 @@ class Schedule:
         check_num_loops(len(self.numerators), name="loops of a schedule")
         if min(self.numerators) < 1:
             raise ConfigError(
-                f"step sizes {shorten(self.numerators)} on a grid of {shorten(self.grid)}: each must be at least 1"
+                f"step sizes {shorten(self.numerators)} on a grid of {shorten(self.grid)}: each must be a "
+                "whole number of at least 1"
             )
         if sum(self.numerators) != self.grid:
             raise ConfigError(
-                f"step sizes {shorten(self.numerators)} sum to {shorten(sum(self.numerators))}/{shorten(self.grid)}, and must "
+                f"step sizes {shorten(self.numerators)} sum to {shorten(sum(self.numerators))}/{shorten(self.grid)} and must "
                 f"sum to 1; change them so that they add up to {shorten(self.grid)}"
             )
         divisor = math.gcd(*self.numerators)
@@ -232,7 +233,7 @@ def _step_size(step: Any, schedule: Any) -> Fraction:
         return Fraction(text)
     except (ValueError, ZeroDivisionError) as error:  # ValueError also: str of a whole number of thousands of digits
         raise ConfigError(
-            f"schedule={shorten(schedule)} holds the step size {shorten(step)}, which is not a number of at most 12 digits; "
+            f"schedule={shorten(schedule)} has the step size {shorten(step)}, which is not a number of at most 12 digits; "
             "write fractions such as 1/2,1/4,1/4, or integers such as 2,1,1"
         ) from error
 

@@ -92,7 +92,9 @@ def build_value(events: Iterable[Any], *, as_text: bool, max_depth: int) -> Any:
         nonlocal counted
         counted += size
         if counted > MAX_VALUES:
-            raise YamlError(f" holds more than {MAX_VALUES:,} values and characters, aliases counted (line {line})")
+            raise YamlError(
+                f" has more than {MAX_VALUES:,} values and characters, counting what aliases repeat (line {line})"
+            )
         if depth > max_depth:
             raise YamlError(f" is nested more than {max_depth} levels deep (line {line})")
         if stack:
@@ -129,7 +131,9 @@ def build_value(events: Iterable[Any], *, as_text: bool, max_depth: int) -> Any:
                 raise YamlError(f" holds a second document, from line {line}; it must hold one")
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in anchors:
-                raise YamlError(f" names {event.anchor[:80]!r} in line {line}, and no value before it has that anchor")
+                raise YamlError(
+                    f" uses the anchor {event.anchor[:80]!r} in line {line}, which is not defined before it"
+                )
             value, size, depth = anchors[event.anchor]
             count(size, len(stack) + depth, line)
             put(value, line)
@@ -164,10 +168,10 @@ def build_value(events: Iterable[Any], *, as_text: bool, max_depth: int) -> Any:
 def _mappings(value: Any, line: int) -> list[Mapping[str, Any]]:
     found = value if isinstance(value, list) else [value]
     if not all(isinstance(entry, dict) for entry in found):
-        raise YamlError(f" merges with << in line {line} what is not a mapping")
+        raise YamlError(f" has << in line {line} with a value that is not a mapping")
     return found
 
 
 def _check_tag(event: Any, line: int) -> None:
     if event.tag is not None:
-        raise YamlError(f" has the tag {event.tag[:80]!r} in line {line}, and tags are not read; leave it out")
+        raise YamlError(f" has the tag {event.tag[:80]!r} in line {line}, and tags are not supported; remove it")

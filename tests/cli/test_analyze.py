@@ -38,7 +38,7 @@ def test_two_models_make_one_page(checkpoints: Path, tmp_path: Path, capsys: pyt
     assert "What loops do: lt and elastic-flt" in (output / "report.html").read_text(encoding="utf-8")
     assert (output / "lens-lt.png").exists()
     assert main(["analyze", models[0], *OPTIONS, "--output-dir", str(output)]) == 2
-    assert "holds analysis.json already; give another folder" in capsys.readouterr().err
+    assert "already contains analysis.json; give another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

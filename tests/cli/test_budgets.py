@@ -66,9 +66,9 @@ def test_losses_that_are_not_finite_are_named_and_never_passed_over(capsys: pyte
     check_finite("lt", {"1/1": 2.5, "1/2,1/2": 3.5})
     assert capsys.readouterr() == ("", "")
     check_finite("lt", {"1/1": 2.5, "1/2,1/2": math.nan, "1/3,1/3,1/3": math.inf})
-    said = "warning: lt gives a loss that is not finite at 1/2,1/2, 1/3,1/3,1/3: its states overflow there\n"
+    said = "warning: lt has a loss that is not finite at 1/2,1/2, 1/3,1/3,1/3: its states overflow there; use other numbers\n"
     assert capsys.readouterr() == ("", said)
     with pytest.raises(
-        NonFiniteError, match=r"lt gives a loss that is not finite at every number of loops asked for \(1/1\)"
+        NonFiniteError, match=r"lt has a loss that is not finite at every requested number of loops \(1/1\)"
     ):
         check_finite("lt", {"1/1": math.nan})

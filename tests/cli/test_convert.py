@@ -104,7 +104,7 @@ def test_an_existing_folder_is_replaced_only_on_demand(
     [
         (None, "case.json does not exist; give --case a file with one JSON object"),
         ("{", "case.json is not readable JSON"),
-        ("[1]", "case.json holds list where an object must be; give --case a file"),
+        ("[1]", "case.json contains a value of type list but must contain an object; give --case a file"),
         ('{"kind": "loopformer"}', "does not say how many loops it was trained with"),
         ('{"kind": "loopfrmer"}', "did you mean 'loopformer'?"),
     ],

@@ -191,7 +191,7 @@ def test_generation_stops_at_the_end_of_text(
         (["--seed", "-1"], "--seed: -1 must be a whole number from 0 to 4,294,967,295"),
         (["--seed", "18446744073709551616"], "--seed: 18446744073709551616 must be a whole number"),
         (["--seed", "9" * 5000], "--seed: '" + "9" * 30 + "'.. (5,000 characters) must be a whole number"),
-        (["--prompt", "a\udcff"], "holds bytes that are not UTF-8"),
+        (["--prompt", "a\udcff"], "contains bytes that are not UTF-8"),
         (["--num-loops", "0"], "num_loops=0 must be a whole number of at least 1"),
         (["--schedule", "2/3,1/3"], "does not know step sizes"),
         (["--prompt", ""], "--prompt '' holds no token"),

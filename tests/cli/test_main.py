@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_written_is_an_error(
     command_that(monkeypatch, raising(PermissionError(13, "Permission denied", "/out")))
     assert main(["info"]) == 2
     assert capsys.readouterr().err == (
-        "error: '/out': permission denied; give a path that you may use, or change its permissions\n"
+        "error: '/out': permission denied; give a path that you have access to, or change its permissions\n"
     )
 
 

@@ -66,7 +66,10 @@ def test_a_damaged_tokenizer_is_one_line_that_names_the_file(
 ) -> None:
     (folder / "tokenizer.json").write_text("[]")
     assert run(command, folder) == 2
-    assert f"{folder / 'tokenizer.json'} holds list where an object must be" in capsys.readouterr().err
+    assert (
+        f"{folder / 'tokenizer.json'} contains a value of type list but must contain an object"
+        in capsys.readouterr().err
+    )
 
 
 def test_no_other_place_opens_a_tokenizer_or_allows_foreign_code() -> None:

@@ -122,7 +122,10 @@ def test_recipes_and_fields_are_listed(capsys: pytest.CaptureFixture[str]) -> No
         (["--config", "my.yaml", "--model.num_loop", "3"], "did you mean 'num_loops'?"),
         (["--config", "my.yaml", "--data.sources", "nowhere.txt"], "no file or folder at 'nowhere.txt'"),
         (["--config", "my.yaml", "--data.seq_len", "99999"], "seq_len=99999 is longer than the data"),
-        (["--config", "my.yaml", "--training.output_dir", "texts"], "holds files that are no run's"),
+        (
+            ["--config", "my.yaml", "--training.output_dir", "texts"],
+            "contains files of something other than a training run",
+        ),
         ([], "no recipe is given"),
     ],
 )
@@ -181,7 +184,7 @@ def test_a_second_interrupt_says_that_no_checkpoint_was_saved(
 
     monkeypatch.setattr(TrainingBar, "on_progress", interrupt_twice)
     assert main(["train", "--config", "my.yaml"]) == 130
-    assert "Interrupted at once, without a new checkpoint. The same command continues" in capsys.readouterr().err
+    assert "Interrupted immediately, without a new checkpoint. The same command continues" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_note(
@@ -195,6 +198,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_note(
     assert main(["train", "--config", "my.yaml"]) == 0
     error = capsys.readouterr().err
     assert (
-        "warning: 'run/checkpoint-5' is damaged: optimizer.pt is missing; training goes on from checkpoint-4" in error
+        "warning: 'run/checkpoint-5' is damaged: optimizer.pt is missing; training continues from checkpoint-4" in error
     )
     assert "warnings.warn" not in error

@@ -225,7 +225,7 @@ def test_likelihoods_that_are_not_finite_are_an_error(tokenizer, questions):
     model = tiny_model("elastic-flt", vocab_size=len(tokenizer), max_position_embeddings=61)
     model.lm_head.weight.data[3, 2] = float("nan")
     lm = LoopformersLM(model, tokenizer=tokenizer, num_loops=2)
-    with pytest.raises(NonFiniteError, match="likelihoods that are not finite at schedule 1/2,1/2"):
+    with pytest.raises(NonFiniteError, match="likelihoods are not finite at schedule 1/2,1/2"):
         lm.loglikelihood(questions)
 
 
@@ -262,7 +262,7 @@ def test_the_harness_knows_our_model_by_name():
         ({"batch_size": "auto:x"}, "batch_size='auto:x'"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_batch_size": 0}, "max_batch_size=0"),
-        ({"trust_remote_code": True}, "trust_remote_code=True: code that a checkpoint brings is never run"),
+        ({"trust_remote_code": True}, "trust_remote_code=True: code in a checkpoint never runs"),
         ({"num_loop": 4}, "model argument='num_loop' is not known; did you mean 'num_loops'"),
         ({"load_in_8bit": True}, "model argument='load_in_8bit' is not known"),
         ({"max_length": 1}, "max_length=1"),
@@ -343,7 +343,7 @@ def test_a_start_token_is_added_or_left_out_as_asked(style, asked, begin, framed
 def test_a_start_token_that_the_tokenizer_has_not_is_refused(framed):
     tokenizer = STYLES["gpt2"]()
     tokenizer.bos_token = None
-    with pytest.raises(ConfigError, match="add_bos_token=True and a tokenizer that has no start token"):
+    with pytest.raises(ConfigError, match="add_bos_token=True, but the tokenizer has no start token"):
         LoopformersLM(framed, tokenizer=tokenizer, add_bos_token=True)
 
 

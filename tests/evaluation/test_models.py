@@ -68,9 +68,9 @@ def test_training_flops_are_those_that_the_folder_records(folders, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("nowhere/at-all", "neither a folder here nor a model that can be had"),
+        ("nowhere/at-all", "neither a folder here nor a model that can be downloaded"),
         ("missing.gguf", "is no file"),
-        ("EMPTY", "is no checkpoint that transformers opens"),
+        ("EMPTY", "is not a checkpoint that transformers opens"),
     ],
 )
 def test_what_does_not_open_is_said(name, text, tmp_path):
@@ -139,7 +139,7 @@ def test_code_that_a_folder_brings_is_never_run_whatever_stdin_says(stdin, folde
     code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (folder / "config.json").write_text(json.dumps(fields | {"model_type": "evil", "auto_map": code}), encoding="utf-8")
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n", encoding="utf-8")
-    with pytest.raises(CheckpointError, match="brings Python code of its own") as caught:
+    with pytest.raises(CheckpointError, match="needs its own Python code") as caught:
         load_any_model(str(folder))
     assert "trust_remote_code" not in str(caught.value)
     assert not (tmp_path / "ran").exists()
@@ -183,18 +183,18 @@ def test_a_damaged_folder_is_one_error_of_ours(name, content, folders, tmp_path)
         (folder / "model.safetensors").unlink()
     shutil.copy(folders / "gpt2" / "model.safetensors", tmp_path / "outside.safetensors")
     (folder / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"is no checkpoint that transformers|model\.safetensors\.index\.json"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint that transformers|model\.safetensors\.index\.json"):
         load_any_model(str(folder))
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"dtype": "float7"}, "dtype='float7' is no type for weights"),
-        ({"dtype": "int8"}, "dtype='int8' is no type for weights"),
-        ({"device": "banana"}, "device='banana' is no device of torch"),
+        ({"dtype": "float7"}, "dtype='float7' is not a type for weights"),
+        ({"dtype": "int8"}, "dtype='int8' is not a type for weights"),
+        ({"device": "banana"}, "device='banana' is not a torch device"),
         ({"device": "meta"}, "device='meta' cannot run a model here"),
-        ({"device": "cuda:99"}, "device='cuda:99' and torch sees"),
+        ({"device": "cuda:99"}, "device='cuda:99', but torch sees"),
     ],
 )
 def test_a_wrong_dtype_or_device_is_refused(options, text, folders):
@@ -214,16 +214,16 @@ KEY = struct.pack("<Q", 1) + b"k"
     [
         (b"", "is not a GGUF file"),
         (b"PK\x03\x04", "is not a GGUF file"),
-        (b"GGUF\x03", "states more entries"),
+        (b"GGUF\x03", "claims more entries"),
         (gguf(version=99), "of version 99"),
-        (gguf(num_entries=2**60), f"states 0 tensors and {2**60} entries"),
-        (gguf(num_tensors=2**60), f"states {2**60} tensors"),
-        (gguf(num_entries=1, rest=struct.pack("<Q", 2**50)), f"states a value of {2**50} bytes"),
-        (gguf(num_entries=1, rest=KEY + struct.pack("<IIQ", 9, 4, 2**60)), f"states a value of {2**62} bytes"),
-        (gguf(num_entries=1, rest=KEY + struct.pack("<IIQ", 9, 8, 2**60)), f"states an array of {2**60} values"),
+        (gguf(num_entries=2**60), f"claims 0 tensors and {2**60} entries"),
+        (gguf(num_tensors=2**60), f"claims {2**60} tensors"),
+        (gguf(num_entries=1, rest=struct.pack("<Q", 2**50)), f"claims a value of {2**50} bytes"),
+        (gguf(num_entries=1, rest=KEY + struct.pack("<IIQ", 9, 4, 2**60)), f"claims a value of {2**62} bytes"),
+        (gguf(num_entries=1, rest=KEY + struct.pack("<IIQ", 9, 8, 2**60)), f"claims an array of {2**60} values"),
         (gguf(num_entries=1, rest=KEY + struct.pack("<I", 77)), "a value of the unknown type 77"),
         (gguf(num_entries=1, rest=KEY + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 9), "unknown type 9"),
-        (gguf(num_entries=1, rest=KEY + struct.pack("<II", 4, 7)), "is no checkpoint that transformers opens"),
+        (gguf(num_entries=1, rest=KEY + struct.pack("<II", 4, 7)), "is not a checkpoint that transformers opens"),
     ],
 )
 def test_a_damaged_gguf_file_is_refused_before_it_is_read(content, text, tmp_path):

@@ -80,12 +80,12 @@ def test_answers_are_cached_by_model_and_run(arguments, tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--trust_remote_code"], "--trust_remote_code: code that a checkpoint or a dataset brings is never run"),
-        (["--device", "banana"], "device='banana' is no device of torch"),
+        (["--trust_remote_code"], "--trust_remote_code: code in a checkpoint or a dataset never runs"),
+        (["--device", "banana"], "device='banana' is not a torch device"),
         (["--device", "meta"], "device='meta' cannot run a model here"),
         (["--batch_size", "many"], "batch_size='many' must be a whole number, auto, or auto:N"),
         (["--apply_chat_template"], "the model's tokenizer has no chat template"),
-        (["--tasks", "no-such-task"], "lm-eval refuses this"),
+        (["--tasks", "no-such-task"], "lm-eval refuses the arguments"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(options, text, arguments, capsys):

@@ -193,10 +193,10 @@ def test_ten_real_sets_are_scored_through_the_true_loading_code(elastic, tokeniz
     [
         ('{"question": "so?"}', "the questions of piqa do not fit the task's templates"),
         ('{"goal": "a"}\n{"goal":', r"validation.jsonl, line 2 is not readable JSON"),
-        ("[1]", "line 1 holds list where an object must be"),
+        ("[1]", "line 1 contains a value of type list but must contain an object"),
         ('{"a":' * 5000 + "1" + "}" * 5000, "line 1 is nested more than 100 levels deep"),
-        ('{"goal": 1}\n{"goal": "a"}', "holds no questions that can be read"),
-        ("\n\n", "holds no questions"),
+        ('{"goal": 1}\n{"goal": "a"}', "contains no questions that can be read"),
+        ("\n\n", "contains no questions"),
         ("\udcff", "is not UTF-8 text"),
     ],
 )
@@ -223,5 +223,5 @@ def test_a_damaged_set_is_refused_by_name(name: str, tmp_path: Path):
         (folder / name).write_bytes(b"PAR1 not")
     else:
         (folder / name).mkdir()
-    with pytest.raises(DataError, match=f"{name} holds no questions that can be read"):
+    with pytest.raises(DataError, match=f"{name} contains no questions that can be read"):
         prepare_task(TaskChoice("piqa", "acc"), [str(tmp_path)])

@@ -73,7 +73,7 @@ BAD_INPUTS = {
     "a number for a schedule": ({"input_ids": IDS, "schedule": 3}, "schedule=3 must be a Schedule, text such as"),
     "bytes for a schedule": ({"input_ids": IDS, "schedule": b"11"}, "schedule=b'11' must be a Schedule, text such as"),
     "a set for a schedule": ({"input_ids": IDS, "schedule": {1, 2}}, "schedule={1, 2} must be a Schedule, text such as"),
-    "NaN in a schedule": ({"input_ids": IDS, "schedule": [float("nan"), 1]}, "holds the step size nan, which is not a number"),
+    "NaN in a schedule": ({"input_ids": IDS, "schedule": [float("nan"), 1]}, "has the step size nan, which is not a number"),
 }  # fmt: skip
 
 BAD_LABELS = {

@@ -85,5 +85,5 @@ def test_a_saved_schedule_that_the_model_cannot_run_is_refused(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="is not readable JSON"):
         read_schedule(folder, config)
     (folder / GENERATION_CONFIG_FILE).write_text("[]")
-    with pytest.raises(CheckpointError, match="holds list where an object must be"):
+    with pytest.raises(CheckpointError, match="contains a value of type list but must contain an object"):
         save_schedule(folder, Schedule.uniform(2), config)

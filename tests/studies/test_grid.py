@@ -90,7 +90,7 @@ def test_a_base_is_a_recipes_name_or_fields_over_one() -> None:
     ("change", "text"),
     [
         ({"blocks": []}, "grid 'tiny' has no blocks, so no cells"),
-        ({"blocks": [{}]}, "grid 'tiny', block 1 is {}, and must be a mapping"),
+        ({"blocks": [{}]}, "grid 'tiny', block 1 is {} but must be a mapping"),
         ({"blocks": [{"training.seed": []}]}, r"training.seed=\[\] has no values, so the block has no cells"),
         ({"blocks": [{"attention": ["gqa"]}]}, r"attention=\['gqa'\] is not an axis; write section.field with a list"),
         ({"blocks": [{"attention": {"gqa": 1}}]}, "attention.gqa=1 must be a mapping of recipe fields"),
@@ -133,7 +133,7 @@ def test_a_grid_is_read_from_a_file_before_a_bundled_one_of_that_name(
         ("stabilty", None, "grid='stabilty' is not known; did you mean 'stability'"),
         ("no.yaml", None, "grid='no.yaml' is no file"),
         ("bad.yaml", "a: [", ".*bad.yaml is not readable YAML"),
-        ("list.yaml", "- a", "list.yaml holds a list where a mapping must be"),
+        ("list.yaml", "- a", "list.yaml contains a list but must contain a mapping"),
     ],
 )
 def test_a_file_that_is_no_grid_is_refused(

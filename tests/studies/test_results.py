@@ -104,7 +104,7 @@ def test_a_line_cut_off_by_a_crash_is_removed_and_a_damaged_one_refused(
     assert list(file.begin(grid).results) == [grid.cells[0].id]
     assert file.path.read_text() == whole
     file.path.write_text(whole + '{"cell": 1}\n' + whole.splitlines()[1] + "\n")
-    with pytest.raises(DataError, match=r"line 3 of .*: its field 'cell' holds 1 where a text must be"):
+    with pytest.raises(DataError, match=r"line 3 of .*: its field 'cell' is 1 but must be a text"):
         file.read()
 
 
@@ -118,9 +118,9 @@ def test_a_folder_without_results_says_so(tmp_path: Path) -> None:
     [
         ({"colour": 1}, "has a field 'colour' that this version of loopformers does not know"),
         ({"status": "done"}, "its field 'status' is 'done'"),
-        ({"seconds": "long"}, "its field 'seconds' holds 'long' where a number or null must be"),
-        ({"curves": []}, r"its field 'curves' holds \[\] where an object must be"),
-        ({"cell": None}, "its field 'cell' holds None where a text must be"),
+        ({"seconds": "long"}, "its field 'seconds' is 'long' but must be a number or null"),
+        ({"curves": []}, r"its field 'curves' is \[\] but must be an object"),
+        ({"cell": None}, "its field 'cell' is None but must be a text"),
     ],
 )
 def test_a_result_of_another_version_or_type_is_refused_with_its_line(
@@ -145,5 +145,5 @@ def test_results_that_vanish_are_not_begun_without_a_header(
         file.append(result_of(grid, 0, make))
     assert not file.path.exists()
     file.path.write_text(json.dumps({"schema": "loopformers.study", "version": 1, "grid": 3}))
-    with pytest.raises(DataError, match="its field 'grid' holds 3 where a text must be"):
+    with pytest.raises(DataError, match="its field 'grid' is 3 but must be a text"):
         file.read()

@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_last_whole_one_and_says_so(
         trainer(run, model).train(resume_from_checkpoint="auto")
     (warning,) = said
     assert named in str(warning.message)
-    assert str(warning.message).endswith("training goes on from checkpoint-4, the last whole one before it")
+    assert str(warning.message).endswith("training continues from checkpoint-4, the last complete one before it")
     assert_same_weights(whole[1], model)
     assert records(run) == records(whole[0])
     logs = [StepLog(folder / "validation.jsonl").read() for folder in (run, whole[0])]
@@ -117,7 +117,8 @@ def test_a_damaged_checkpoint_falls_back_to_the_last_whole_one_and_says_so(
 def test_a_damaged_checkpoint_that_is_asked_for_is_refused_and_the_whole_one_named(run: Path) -> None:
     flip("optimizer.pt")(run)
     with pytest.raises(
-        CheckpointError, match=r"checkpoint-6' is damaged: optimizer.pt .*checkpoint-4 beside it is whole: resume"
+        CheckpointError,
+        match=r"checkpoint-6' is damaged: optimizer.pt .*checkpoint-4 in the same folder is complete: resume",
     ):
         trainer(run).train(resume_from_checkpoint=run / "checkpoint-6")
     assert len(records(run)) == 6, "nothing is cut off before a checkpoint is accepted"
@@ -128,7 +129,7 @@ def test_a_run_of_which_nothing_is_whole_is_refused_and_left_as_it_is(run: Path,
     flip("model.safetensors")(run)
     shutil.rmtree(run / "checkpoint-4")
     with pytest.raises(
-        CheckpointError, match=r"holds no whole checkpoint to continue from: .*model.safetensors is not"
+        CheckpointError, match=r"has no complete checkpoint to continue from: .*model.safetensors is not"
     ):
         trainer(run).train(resume_from_checkpoint=resume)
     flip("model.safetensors")(run)
@@ -141,7 +142,7 @@ def test_a_run_of_which_nothing_is_whole_is_refused_and_left_as_it_is(run: Path,
 def test_a_record_that_cannot_be_read_is_refused_with_its_line(run: Path) -> None:
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes(b"".join([*lines[:2], b"\xff\n", *lines[3:]]))
-    with pytest.raises(DataError, match=r"line 3 of .*metrics.jsonl is no record"):
+    with pytest.raises(DataError, match=r"line 3 of .*metrics.jsonl is not a record"):
         trainer(run).train(resume_from_checkpoint="auto")
 
 

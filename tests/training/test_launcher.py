@@ -42,8 +42,8 @@ def test_what_a_launcher_says_is_taken(variables: dict[str, str], rank: int, mon
         ({"RANK": "1.0"}, "RANK='1.0' must be"),
         ({"LOCAL_RANK": "7"}, r"LOCAL_RANK=7 with 1 process\(es\)"),
         ({"WORLD_SIZE": "2", "RANK": "2", **MEETING}, r"RANK=2 with 2 process\(es\)"),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2 and MASTER_ADDR is not set"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 and RANK is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2 but MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 but RANK is not set"),
         ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a"}, "MASTER_PORT is not set"),
         (
             {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2", **MEETING},

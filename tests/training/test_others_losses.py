@@ -84,7 +84,7 @@ def test_loop_trainer_refuses_a_share_outside_its_range_before_it_makes_a_folder
 
 def test_loop_trainer_refuses_a_loss_function_of_ones_own(tmp_path):
     arguments = training_arguments(tmp_path / "run", num_steps=1, batch_size=6)
-    with pytest.raises(ConfigError, match="compute_loss_func replaces the model's objective"):
+    with pytest.raises(ConfigError, match="compute_loss_func would replace the model's objective"):
         LoopTrainer(tiny_model("flt"), arguments, WINDOWS, compute_loss_func=lambda *_, **__: 0.0)
 
 

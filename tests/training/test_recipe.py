@@ -95,7 +95,7 @@ def test_a_fingerprint_depends_on_the_outcome_and_not_on_where_it_is_kept() -> N
         ({"training": {"clip": 0.0}}, "training.clip=0.0 must be a positive number, or null"),
         ({"training": {"precision": "float8"}}, "training.precision='float8' is not known; did you mean 'float32'?"),
         ({"training": {"output_dir": ""}}, "training.output_dir='' is empty"),
-        ({"data": {"sources": []}}, "data.sources=[] names no text"),
+        ({"data": {"sources": []}}, "data.sources=[] is empty"),
         ({"data": {"seq_len": 1}}, "data.seq_len=1 must be a whole number of at least 2"),
         ({"evaluation": {"budgets": [0]}}, "evaluation.budgets=0 must be a whole number of at least 1"),
     ],

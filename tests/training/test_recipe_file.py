@@ -155,7 +155,7 @@ def test_a_mistyped_variable_is_refused() -> None:
     ("content", "text"),
     [
         ("model: [", "is not readable YAML"),
-        ("- 3", "holds a list where a mapping must be"),
+        ("- 3", "contains a list but must contain a mapping"),
         ("model: 3", "model='3' must be a mapping from field to value"),
         ("moedl: {}", "section='moedl' is not known; did you mean 'model'?"),
         ("moedl: 3", "section='moedl' is not known"),

@@ -188,7 +188,7 @@ def test_a_folder_of_another_run_is_refused_with_what_differs(recipe: Recipe) ->
 def test_a_folder_with_other_files_is_refused(recipe: Recipe) -> None:
     folder_of(recipe).mkdir()
     (folder_of(recipe) / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match="holds files that are no run's"):
+    with pytest.raises(ConfigError, match="contains files of something other than a training run"):
         prepare(recipe)
 
 
@@ -327,7 +327,7 @@ def test_a_run_whose_text_has_changed_is_not_continued(recipe: Recipe, texts: Pa
     [
         ("", "is not readable JSON"),
         ("{", "is not readable JSON"),
-        ("[]", "holds list where an object must be"),
+        ("[]", "contains a value of type list but must contain an object"),
         ("{}", "lacks the field 'fingerprint'"),
         ('{"colour": 1}', "has a field 'colour' that this version of loopformers does not know"),
     ],

@@ -132,9 +132,9 @@ def test_a_recipe_with_a_task_is_saved_and_loaded_without_text(recipe: Recipe) -
 
 
 def test_text_beside_a_task_is_refused(recipe: Recipe) -> None:
-    with pytest.raises(ConfigError, match=r"data.seq_len=64 is about text, and a task makes its own rows"):
+    with pytest.raises(ConfigError, match=r"data.seq_len=64 configures text, but a task makes its own rows"):
         dataclasses.replace(recipe, data=DataRecipe(seq_len=64))
-    with pytest.raises(ConfigError, match=r"data.sources=\('texts',\) is about text"):
+    with pytest.raises(ConfigError, match=r"data.sources=\('texts',\) configures text"):
         resolve(["task-pointer-chasing"], ["--data.sources", "texts"], environ={})
 
 

@@ -77,7 +77,7 @@ def test_a_line_that_is_no_record_is_named_unless_it_was_cut_off(tmp_path: Path,
     log.path.write_bytes(b'{"step": 1}\n' + line)
     assert log.read() == [{"step": 1}]
     log.path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
-    with pytest.raises(DataError, match=r"line 2 of .*metrics.jsonl is no record of a step .*restore the file"):
+    with pytest.raises(DataError, match=r"line 2 of .*metrics.jsonl is not a record of a step .*restore the file"):
         log.read()
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()

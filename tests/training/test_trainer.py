@@ -239,7 +239,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 
 def test_a_fresh_start_never_overwrites_a_run(tmp_path: Path) -> None:
     make_trainer(tmp_path, arguments={"num_steps": 1}).train()
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         make_trainer(tmp_path, arguments={"num_steps": 1}).train()
 
 

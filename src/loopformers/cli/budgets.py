@@ -49,10 +49,12 @@ def check_finite(label: str, losses: Mapping[str, float]) -> None:
         return
     if len(broken) == len(losses):
         raise NonFiniteError(
-            f"{label} gives a loss that is not finite at every number of loops asked for ({', '.join(broken)}): its weights are "
-            "damaged, or its states overflow; give fewer loops, or an earlier checkpoint"
+            f"{label} has a loss that is not finite at every requested number of loops ({', '.join(broken)}): its weights are "
+            "damaged, or its states overflow; use fewer loops, or an earlier checkpoint"
         )
-    print_note(f"warning: {label} gives a loss that is not finite at {', '.join(broken)}: its states overflow there")
+    print_note(
+        f"warning: {label} has a loss that is not finite at {', '.join(broken)}: its states overflow there; use other numbers"
+    )
 
 
 def parse_budgets(

@@ -63,7 +63,7 @@ def _blaming(file: Path) -> Iterator[None]:
         raise
     except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, ImportError) as error:
         raise CheckpointError(
-            f"{file} holds a field that does not work ({first_line(error)}); save the model again, or copy the file anew"
+            f"{file} has a field that cannot be used ({first_line(error)}); save the model again, or copy the file again"
         ) from error
 
 

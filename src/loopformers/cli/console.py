@@ -89,7 +89,7 @@ def argument_text(name: str, value: str) -> str:
     try:
         return os.fsencode(value).decode("utf-8")
     except UnicodeError as error:
-        raise ConfigError(f"{name} {value!r} holds bytes that are not UTF-8; give text in UTF-8") from error
+        raise ConfigError(f"{name} {value!r} contains bytes that are not UTF-8; give text in UTF-8") from error
 
 
 def read_stdin(name: str) -> str:
@@ -102,7 +102,7 @@ def read_stdin(name: str) -> str:
         ConfigError: stdin is closed, holds something other than UTF-8, or far more than a text.
     """
     if sys.stdin is None:
-        raise ConfigError(f"{name} reads stdin, which is closed; give the text itself, or send it to stdin")
+        raise ConfigError(f"{name} reads stdin, which is closed; give the text as an argument, or pipe it to stdin")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     try:
@@ -112,7 +112,9 @@ def read_stdin(name: str) -> str:
             f"{name}: stdin is not UTF-8 (byte {error.start}: {error.reason}); convert the text to UTF-8 first"
         ) from error
     if len(text) > MAX_STDIN:
-        raise ConfigError(f"{name}: stdin holds more than {MAX_STDIN:,} characters; give less text")
+        raise ConfigError(
+            f"{name}: stdin has more than {MAX_STDIN:,} characters, the most that is read; give less text"
+        )
     return text
 
 

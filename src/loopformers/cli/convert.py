@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-loops", type=count(), metavar="T", help="loops it was trained with; LoopFormer's files do not say"
     )
-    parser.add_argument("--tokenizer", type=path, metavar="DIR", help="folder of a tokenizer to put beside the weights")
+    parser.add_argument("--tokenizer", type=path, metavar="DIR", help="folder of a tokenizer to save with the weights")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace OUT if it is a model that holds no other files"
+        "--overwrite", action="store_true", help="replace OUT if it is a model's folder without other files"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -48,9 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=count(), required=True, metavar="M", help="loops of each schedule")
     add_text_arguments(parser)
     parser.add_argument(
-        "--limit", type=count(), default=256, metavar="N", help="score at most so many: a sample (default: %(default)s)"
+        "--limit",
+        type=count(),
+        default=256,
+        metavar="N",
+        help="maximum number of schedules to score; more are sampled (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=seed, default=0, help="of the sample (default: %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the sample (default: %(default)s)")
     parser.add_argument(
         "--rank-by",
         choices=("loss", "accuracy"),

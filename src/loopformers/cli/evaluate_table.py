@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=count(0),
         default=0,
         metavar="N",
-        help="row that others are compared with, from 0 (default: 0)",
+        help="row to compare the others with, counted from 0 (default: 0)",
     )
     parser.add_argument(
         "--output-dir", type=path, metavar="DIR", help="save the merged results, tables and figure there"

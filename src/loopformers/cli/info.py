@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="change a field of a preset, such as hidden_size=512; may be given several times",
     )
     parser.add_argument(
-        "--seq-len", type=count(), metavar="N", help="tokens that attention spans (default: max_position_embeddings)"
+        "--seq-len", type=count(), metavar="N", help="context length in tokens (default: max_position_embeddings)"
     )
     parser.add_argument(
         "--cache-dtype", choices=CACHE_BYTES, default="bfloat16", help="precision of the cache (default: %(default)s)"

@@ -119,7 +119,7 @@ def _check_encoding(argv: Sequence[str]) -> None:
             os.fsencode(argument).decode("utf-8") if not argument.isascii() and _has_surrogates(argument) else None
         except UnicodeError as error:
             raise ConfigError(
-                f"the argument {argument!r} holds bytes that are not UTF-8; give text, and paths, in UTF-8"
+                f"the argument {argument!r} contains bytes that are not UTF-8; give text and paths in UTF-8"
             ) from error
 
 

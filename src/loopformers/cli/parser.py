@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError with what is wrong and where help is."""
         joint = "" if message.endswith("?") else ";"
-        raise ConfigError(f"{message.removeprefix('argument ')}{joint} {self.prog} --help shows what can be given")
+        raise ConfigError(f"{message.removeprefix('argument ')}{joint} run {self.prog} --help for the options")
 
 
 def count(at_least: int = 1, at_most: int = MAX_COUNT, *, advice: str = "") -> Callable[[str], int]:

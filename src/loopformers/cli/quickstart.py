@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fast", action="store_true", help="a check: smaller models and fewer steps, in under 90 seconds"
     )
-    parser.add_argument("--seed", type=seed, default=0, help="of weights, data order and trajectories (%(default)s)")
+    parser.add_argument(
+        "--seed", type=seed, default=0, help="seed for weights, data order and trajectories (%(default)s)"
+    )
     parser.add_argument(
         "--jobs", type=count(), default=2, help="systems trained at the same time, one core each (%(default)s)"
     )

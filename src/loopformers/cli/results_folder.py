@@ -36,7 +36,7 @@ def check_absent(folder: Path, names: Iterable[str]) -> None:
     """Raise ConfigError where a folder holds one of the files that are about to be written."""
     for name in names:
         if (folder / name).exists():
-            raise ConfigError(f"--output-dir {folder} holds {name} already; give another folder")
+            raise ConfigError(f"--output-dir {folder} already contains {name}; give another folder")
 
 
 def save_result(folder: Path, names: Sequence[str], files: Mapping[str, str | bytes]) -> None:

@@ -72,7 +72,7 @@ def run_grid(
         if arguments.seeds is not None or arguments.list:
             other = "--list" if arguments.list else f"--seeds {arguments.seeds}"
             raise ConfigError(
-                f"--report-only reads the results of --output-dir, so {other} has no effect; give one of the two"
+                f"--report-only reads the results of --output-dir, so {other} has no effect; leave one of them out"
             )
         held = read_study(folder)
         with owned(folder):
@@ -133,5 +133,5 @@ def parse_seeds(text: str | None) -> list[int] | None:
         return None
     seeds = [read_int(part.strip()) for part in text.split(",")]
     if any(seed is None or seed < 0 for seed in seeds):
-        raise ConfigError(f"--seeds {shorten(text)} must be whole numbers, such as 0,1,2")
+        raise ConfigError(f"--seeds {shorten(text)} must be whole numbers of at least 0, such as 0,1,2")
     return [seed for seed in seeds if seed is not None]

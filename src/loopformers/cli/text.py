@@ -46,7 +46,7 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
         type=count(),
         default=256,
         metavar="N",
-        help="at most so many, spread over it (default: %(default)s)",
+        help="maximum number of windows, evenly spaced (default: %(default)s)",
     )
     group.add_argument(
         "--seq-len",

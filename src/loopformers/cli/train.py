@@ -41,8 +41,8 @@ FAILED_ELSEWHERE = 2
 
 
 INTERRUPTED_AT_ONCE = (
-    "Interrupted at once, without a new checkpoint. The same command continues the run from its last checkpoint, or from its "
-    "beginning where there is none."
+    "Interrupted immediately, without a new checkpoint. The same command continues the run from its last checkpoint, or "
+    "starts it again if there is none."
 )
 """What is said after a second Ctrl-C."""
 
@@ -116,7 +116,7 @@ def _check_alone(arguments: argparse.Namespace) -> None:
     """Refuse what a listing would not look at."""
     listings = [flag for flag in ("list", "fields", "print_config") if getattr(arguments, flag)]
     if len(listings) > 1:
-        raise ConfigError(f"--{listings[0]} and --{listings[1]} each print one thing and stop; give one of them")
+        raise ConfigError(f"--{listings[0]} and --{listings[1]} each print something and exit; give only one of them")
     if listings and listings[0] != "print_config" and (given := [*arguments.config, *arguments.overrides]):
         raise ConfigError(f"--{listings[0]} reads no recipe, so {shorten(given[0])} has no effect; leave it out")
 

@@ -47,7 +47,7 @@ class _Head:
         (version,) = self._unpack("<I")
         if version not in (2, 3):
             raise CheckpointError(
-                f"{self.path} is a GGUF file of version {version}, and versions 2 and 3 can be read; convert it anew"
+                f"{self.path} is a GGUF file of version {version}, but only versions 2 and 3 can be read; convert it again"
             )
         num_tensors, num_entries = self._unpack("<QQ")
         if num_tensors * SMALLEST_TENSOR > self.size or num_entries * 12 > self.size:
@@ -73,7 +73,7 @@ class _Head:
             self._skip(SCALAR_SIZES[kind])
         else:
             raise CheckpointError(
-                f"{self.path} holds a value of the unknown type {kind}; it is damaged, fetch it again"
+                f"{self.path} contains a value of the unknown type {kind}, so it is damaged; fetch it again"
             )
 
     def _skip_string(self) -> None:
@@ -93,5 +93,5 @@ class _Head:
 
     def _refuse(self, what: str) -> None:
         raise CheckpointError(
-            f"{self.path} states {what}, which its {self.size:,} bytes cannot hold; it is truncated or damaged, fetch it again"
+            f"{self.path} claims {what}, which its {self.size:,} bytes cannot hold, so it is truncated or damaged; fetch it again"
         )

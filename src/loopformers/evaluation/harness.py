@@ -309,7 +309,7 @@ class LoopformersLM(HFLM):
         if not chosen.isfinite().all():
             schedule = self.run_arguments.get("schedule")
             raise NonFiniteError(
-                f"the model gives likelihoods that are not finite{'' if schedule is None else f' at schedule {schedule}'}: its "
+                f"the model's likelihoods are not finite{'' if schedule is None else f' at schedule {schedule}'}: its "
                 "weights are damaged, or its states overflow; give fewer loops, float32 weights, or an earlier checkpoint"
             )
         is_greedy = logits.argmax(dim=1) == targets
@@ -428,7 +428,7 @@ def _check_arguments(unknown: Mapping[str, Any]) -> None:
         if name == "trust_remote_code" and not value:
             continue
         if name == "trust_remote_code":
-            raise ConfigError("trust_remote_code=True: code that a checkpoint brings is never run here; leave it out")
+            raise ConfigError("trust_remote_code=True: code in a checkpoint never runs here; leave it out")
         raise ConfigError(unknown_name("model argument", name, MODEL_ARGUMENTS))
 
 
@@ -463,8 +463,7 @@ def _opened(tokenizer: Any, model: Any) -> Any:
     """Return the tokenizer of a model that is given rather than named."""
     if tokenizer is None:
         raise ConfigError(
-            f"a {type(model).__name__} that is given rather than named brings no tokenizer; give tokenizer=, or the model's "
-            "folder in its place"
+            f"a {type(model).__name__} object brings no tokenizer; give tokenizer=, or the model's folder in its place"
         )
     if isinstance(tokenizer, str | os.PathLike):
         return open_tokenizer(tokenizer, remedy="give the folder of the model's tokenizer")
@@ -477,7 +476,7 @@ def _begin_tokens(tokenizer: Any, add_bos_token: bool | None) -> tuple[int, ...]
         return begin
     if add_bos_token and not begin:
         if tokenizer.bos_token_id is None:
-            raise ConfigError("add_bos_token=True and a tokenizer that has no start token; leave it out")
+            raise ConfigError("add_bos_token=True, but the tokenizer has no start token; leave it out")
         return (tokenizer.bos_token_id,)
     return begin if add_bos_token else ()
 

@@ -78,7 +78,7 @@ def load_any_model(
     elif path.is_dir():
         check_weight_index(path)
     if dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is no type for weights; write {', '.join(DTYPES)}")
+        raise ConfigError(f"dtype={dtype!r} is not a type for weights; choose one of: {', '.join(DTYPES)}")
     where = _device(device)
     with quiet_transformers():
         try:
@@ -157,12 +157,12 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device={name!r} is no device of torch; write cpu, cuda or cuda:0") from error
+        raise ConfigError(f"device={name!r} is not a torch device; write cpu, cuda or cuda:0") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={name!r} and torch sees no CUDA device; leave it out, or give cpu")
+        raise ConfigError(f"device={name!r}, but torch sees no CUDA device; leave it out, or give cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"device={name!r} and torch sees {torch.cuda.device_count()} CUDA device(s); count from cuda:0"
+            f"device={name!r}, but torch sees {torch.cuda.device_count()} CUDA device(s); they are numbered from cuda:0"
         )
     if device.type not in DEVICE_TYPES or (device.type == "mps" and not torch.backends.mps.is_available()):
         raise ConfigError(f"device={name!r} cannot run a model here; write cpu, cuda or cuda:0")
@@ -172,12 +172,15 @@ def _device(name: str | None) -> torch.device:
 def _cannot_open(name: str, error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return (
-            f"{name} brings Python code of its own (auto_map in its config.json), which is never run here; give a model that "
-            "transformers itself knows"
+            f"{name} needs its own Python code (auto_map in its config.json), which never runs here; give a model that "
+            "transformers itself supports"
         )
     if Path(name).exists():
-        return f"{name} is no checkpoint that transformers opens ({first_line(error)}); give a folder of config.json and weights"
+        return (
+            f"{name} is not a checkpoint that transformers opens ({first_line(error)}); give a folder with config.json and "
+            "weights"
+        )
     return (
-        f"{name} is neither a folder here nor a model that can be had ({first_line(error)}); check the name, or give the "
+        f"{name} is neither a folder here nor a model that can be downloaded ({first_line(error)}); check the name, or give the "
         "folder of a checkpoint"
     )

@@ -270,13 +270,13 @@ def _check(results: Results, file: Path) -> None:
     for index, score in enumerate(results.scores):
         place = f"{file}: scores[{index}]"
         if score.model not in hashes:
-            raise DataError(f"{place} is of a model {score.model!r} that the file does not list; {AGAIN}")
+            raise DataError(f"{place} names a model {score.model!r} that the file does not list; {AGAIN}")
         if score.task not in tasks:
-            raise DataError(f"{place} is of a task {score.task!r} without a protocol in the file; {AGAIN}")
+            raise DataError(f"{place} names a task {score.task!r} without a protocol in the file; {AGAIN}")
         if score.metric not in score.values:
             raise DataError(f"{place} has no value of its metric {score.metric!r}; {AGAIN}")
         if not (math.isfinite(score.weight) and score.weight >= 0):
-            raise DataError(f"{place} has the weight {score.weight}, and a mean needs one of at least 0; {AGAIN}")
+            raise DataError(f"{place} has the weight {score.weight}, which must be at least 0; {AGAIN}")
         if (score.num_loops is None) != (score.schedule is None):
             raise DataError(f"{place} has only one of num_loops and schedule; {AGAIN}")
 

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(given: list[str]) -> None:
     for argument in given:
         if "trust_remote_code" in argument and not argument.lower().endswith("trust_remote_code=false"):
-            raise ConfigError(f"{argument}: code that a checkpoint or a dataset brings is never run here; leave it out")
+            raise ConfigError(f"{argument}: code in a checkpoint or a dataset never runs here; leave it out")
     from lm_eval._cli import HarnessCLI
     from lm_eval.utils import setup_logging
 
@@ -54,7 +54,9 @@ def _run(given: list[str]) -> None:
     except (ValueError, FileNotFoundError, TypeError) as error:
         if isinstance(error, LoopformersError):
             raise
-        raise ConfigError(f"lm-eval refuses this: {first_line(error)}") from error
+        raise ConfigError(
+            f"lm-eval refuses the arguments: {first_line(error)}; run with --help for what it takes"
+        ) from error
     finally:
         sys.argv = before
 

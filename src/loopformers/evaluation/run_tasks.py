@@ -148,7 +148,7 @@ def prepare_task(
             "the set that the harness's task names"
         ) from error
     if not task.instances:
-        raise DataError(f"{source} holds no question of {choice.name}; give a source that has some")
+        raise DataError(f"{source} contains no questions for {choice.name}; give a source that has some")
     prompts = [_plain(instance.args) for instance in task.instances]
     definition = {name: value for name, value in task.dump_config().items() if name in DEFINITION}
     protocol = Protocol(

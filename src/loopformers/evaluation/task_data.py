@@ -105,7 +105,7 @@ def _in_folder(task: str, folder: Path) -> dict[str, datasets.Dataset]:
 
 
 def _json_lines(file: Path) -> datasets.Dataset:
-    remedy = "it must hold one JSON object a line, each with the same fields"
+    remedy = "it must contain one JSON object per line, each with the same fields"
     text = read_text(file, error=DataError, remedy=remedy, max_bytes=MAX_BYTES)
     rows = [
         parse_json(line, dict, f"{file}, line {number}", DataError, remedy)
@@ -113,7 +113,7 @@ def _json_lines(file: Path) -> datasets.Dataset:
         if line.strip()
     ]
     if not rows:
-        raise DataError(f"{file} holds no questions; {remedy}")
+        raise DataError(f"{file} contains no questions; {remedy}")
     return _read(str(file), lambda: datasets.Dataset.from_list(rows))
 
 
@@ -122,7 +122,7 @@ def _read(what: str, read: Callable[[], datasets.Dataset]) -> datasets.Dataset:
         return read()
     except Exception as error:  # a damaged file makes datasets raise anything
         raise DataError(
-            f"{what} holds no questions that can be read ({first_line(error)}); its rows must be alike"
+            f"{what} contains no questions that can be read ({first_line(error)}); give rows that all have the same fields"
         ) from error
 
 

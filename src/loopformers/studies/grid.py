@@ -108,7 +108,7 @@ def expand_grid(content: Mapping[str, Any], *, name: str, seeds: Sequence[int] |
     cells: dict[str, Cell] = {}
     if (count := sum(_num_cells(block, seeds) for block in blocks)) > MAX_CELLS:
         raise ConfigError(
-            f"{origin} has {count:,} cells, more than the {MAX_CELLS:,} that a study takes; give fewer values, or several grids"
+            f"{origin} has {count:,} cells, more than the {MAX_CELLS:,} that a study takes; give fewer values, or split the grid"
         )
     for number, block in enumerate(blocks, start=1):
         for cell in _cells_of(block, base, seeds, f"{origin}, block {number}"):
@@ -150,7 +150,7 @@ def _num_cells(block: Any, seeds: Sequence[int] | None) -> int:
 
 def _cells_of(block: Any, base: Recipe, seeds: Sequence[int] | None, origin: str) -> Iterator[Cell]:
     if not isinstance(block, Mapping) or not block:
-        raise ConfigError(f"{origin} is {shorten(block)}, and must be a mapping from axis to values")
+        raise ConfigError(f"{origin} is {shorten(block)} but must be a mapping from axis to values")
     if seeds is not None:
         block = {**block, SEED: list(seeds)}
     axes: dict[str, list[tuple[Label, Mapping[str, Any]]]] = {}

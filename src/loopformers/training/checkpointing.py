@@ -182,8 +182,8 @@ class WholeCheckpoints(Trainer):
         lost = [log.path.name for log in self.logs if log.num_records and not log.path.exists()]
         if lost:
             return (
-                f"training stopped: {', '.join(lost)} and all records in it are gone, with whatever else was removed; was the "
-                "folder moved? Put it back, or start the run anew"
+                f"training stopped: {', '.join(lost)} and all records in it are gone; was the folder "
+                "moved or removed? Put it back, or start the run again in another folder"
             )
         last = last_complete_checkpoint(self.args.output_dir)
         rest = "no earlier one exists" if last is None else f"{last.name} is whole: free space and resume from it"
@@ -222,7 +222,7 @@ class WholeCheckpoints(Trainer):
         if resume is None or resume is False:
             if last_complete_checkpoint(folder) is not None or any(log.read() for log in self.logs):
                 raise ConfigError(
-                    f"output_dir={folder!r} holds a run already; continue it with resume_from_checkpoint=True, or "
+                    f"output_dir={folder!r} already contains a run; continue it with resume_from_checkpoint=True, or "
                     "choose another folder"
                 )
             return None
@@ -242,15 +242,17 @@ class WholeCheckpoints(Trainer):
                     damages.append(str(error))
                 continue
             if damages:
-                _warn(f"{damages[0]}; training goes on from {checkpoint.name}, the last whole one before it")
+                _warn(f"{damages[0]}; training continues from {checkpoint.name}, the last complete one before it")
             return checkpoint
         if damages:
             raise CheckpointError(
-                f"output_dir={folder!r} holds no whole checkpoint to continue from: {damages[0]}; restore it from a copy, or "
-                "start the run anew in another folder"
+                f"output_dir={folder!r} has no complete checkpoint to continue from: {damages[0]}; restore it from a copy, or "
+                "start the run again in another folder"
             )
         if resume is True:
-            raise CheckpointError(f"output_dir={folder!r} holds no complete checkpoint to continue from; start anew")
+            raise CheckpointError(
+                f"output_dir={folder!r} has no complete checkpoint to continue from; start the run again"
+            )
         return None
 
     def _check(self, checkpoint: Path) -> None:
@@ -272,7 +274,7 @@ def _alternative(refused: Path) -> str:
         with contextlib.suppress(CheckpointError):
             if checkpoint.name != refused.name:
                 verify(checkpoint)
-                return f"{checkpoint.name} beside it is whole: resume from that one"
+                return f"{checkpoint.name} in the same folder is complete: resume from that one"
     return "restore it from a copy"
 
 

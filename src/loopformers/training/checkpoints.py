@@ -89,14 +89,14 @@ def read_manifest(checkpoint: str | os.PathLike[str]) -> Manifest:
     """
     folder = Path(checkpoint)
     try:
-        content: dict[str, Any] = read_json(folder / MARKER, remedy="every whole checkpoint has one")
+        content: dict[str, Any] = read_json(folder / MARKER, remedy="every complete checkpoint has one")
         manifest = _parse(content)
         named = FOLDER.fullmatch(folder.name)
         if named is not None and int(named[1]) != manifest.step:
             raise ValueError(f"it says step {manifest.step}")
     except (CheckpointError, ValueError) as error:
         raise CheckpointError(
-            f"{os.fspath(checkpoint)!r} is no complete checkpoint of this trainer: {MARKER} is missing or damaged ({error})"
+            f"{os.fspath(checkpoint)!r} is not a complete checkpoint of this trainer: {MARKER} is missing or damaged ({error})"
         ) from error
     return manifest
 
@@ -223,17 +223,17 @@ def is_write_failure(error: BaseException) -> bool:
 def _parse(content: Mapping[str, Any]) -> Manifest:
     step, files, records = content.get("step"), content.get("files"), content.get("records", {})
     if not _is_count(step):
-        raise ValueError("its step is no number of updates")
+        raise ValueError("its step is not a number of updates")
     if files is not None:
         if not isinstance(files, dict):
-            raise ValueError("its list of files is none")
+            raise ValueError("its list of files is not a list of files")
         for name, entry in files.items():
             inside = not os.path.isabs(name) and ".." not in Path(name).parts
             if not (inside and isinstance(entry, list) and len(entry) == 2 and _is_count(entry[0])):
                 raise ValueError(f"its entry of {name!r} is not a file's size and digest")
         files = {name: (size, str(digest)) for name, (size, digest) in files.items()}
     if not isinstance(records, dict) or not all(map(_is_count, records.values())):
-        raise ValueError("its numbers of records are none")
+        raise ValueError("its record counts are not numbers")
     return Manifest(step=step, files=files, records=records)  # type: ignore[arg-type]
 
 

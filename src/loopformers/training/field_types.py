@@ -44,7 +44,7 @@ def convert(value: Any, kind: Any) -> Any:
         ValueError: It is none of that type; the text, if any, says more than the type does.
     """
     if isinstance(value, str) and value.strip() == HOME:
-        raise ValueError("is null in YAML and a folder elsewhere: write null, or the path of your home folder")
+        raise ValueError("means null in YAML but a folder elsewhere: write null, or the path of your home folder")
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(value, args)

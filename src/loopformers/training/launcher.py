@@ -31,7 +31,7 @@ def check_launcher() -> int:
         for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):
                 raise ConfigError(
-                    f"WORLD_SIZE={world} and {name} is not set, so the processes cannot meet; start the command with torchrun or "
+                    f"WORLD_SIZE={world} but {name} is not set, so the processes cannot meet; start the command with torchrun or "
                     "accelerate launch, or unset WORLD_SIZE to train in one process"
                 )
     return values.get("RANK", 0)

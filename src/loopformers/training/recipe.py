@@ -124,7 +124,7 @@ class DataRecipe:
         object.__setattr__(self, "fractions", as_tuple(self.fractions))
         if not self.sources or not all(self.sources):
             raise ConfigError(
-                f"data.sources={shorten(list(self.sources))} names no text; give at least one file, folder or name"
+                f"data.sources={shorten(list(self.sources))} is empty; give at least one file, folder or name"
             )
         object.__setattr__(self, "sources", tuple(expand_path(source, "data.sources") for source in self.sources))
         object.__setattr__(self, "tokenizer", expand_path(self.tokenizer, "data.tokenizer"))
@@ -268,7 +268,7 @@ class Recipe:
         for name in (f.name for f in dataclasses.fields(DataRecipe)):
             if getattr(self.data, name) != getattr(default, name):
                 raise ConfigError(
-                    f"data.{name}={shorten(getattr(self.data, name))} is about text, and a task makes its own rows and words; "
+                    f"data.{name}={shorten(getattr(self.data, name))} configures text, but a task makes its own rows and words; "
                     "leave section data out, or task"
                 )
 

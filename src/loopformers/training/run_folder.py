@@ -103,7 +103,7 @@ def check_folder(recipe: Recipe, *, compare: bool = True) -> None:
     if not (folder / RECIPE_FILE).exists():
         if foreign_names(folder):
             raise ConfigError(
-                f"training.output_dir={str(folder)!r} holds files that are no run's of loopformers train; choose a new or an "
+                f"training.output_dir={str(folder)!r} contains files of something other than a training run; choose a new or an "
                 "empty folder"
             )
         return
@@ -122,7 +122,7 @@ def _first_that_exists(folder: Path) -> Path:
     try:
         return next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except FileNotFoundError as error:
-        raise ConfigError("the working folder has been removed; change into one that exists") from error
+        raise ConfigError("the working directory has been removed; change to one that exists") from error
     except (OSError, ValueError) as error:  # a name that is too long, or holds NUL
         raise ConfigError(f"training.output_dir={str(folder)!r} is not a path ({error}); give another name") from error
 
@@ -173,7 +173,7 @@ def read_result(folder: Path) -> RunResult | None:
     path = folder / RESULT_FILE
     if not path.exists():
         return None
-    remedy = "restore it, or remove it and run the same command again: the last checkpoint gives it anew"
+    remedy = "restore it, or remove it and run the same command again, which recreates it from the last checkpoint"
     return make_record(RunResult, read_json(path, remedy=remedy), path, remedy=remedy)
 
 

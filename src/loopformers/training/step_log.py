@@ -90,7 +90,7 @@ class StepLog:
                 if number == len(lines):
                     break
                 raise DataError(
-                    f"line {number} of {self.path} is no record of a step ({str(error) or type(error).__name__}); restore the "
+                    f"line {number} of {self.path} is not a record of a step ({str(error) or type(error).__name__}); restore the "
                     "file from a copy, or start a new run in another folder"
                 ) from error
         return records

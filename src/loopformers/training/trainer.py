@@ -162,7 +162,7 @@ class LoopTrainer(StreamedData, WholeCheckpoints):
             )
         if kwargs.get("compute_loss_func") is not None:
             raise ConfigError(
-                "compute_loss_func replaces the model's objective, which is what LoopTrainer trains and records; leave it out, "
+                "compute_loss_func would replace the model's objective, which LoopTrainer trains and records; leave it out, "
                 "or train with transformers.Trainer"
             )
         check_smoothing(args.label_smoothing_factor, name="label_smoothing_factor")
