@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config
 
 from loopformers import (
     CacheError,
@@ -19,8 +20,13 @@ from loopformers import (
     MissingExtraError,
     NonFiniteError,
     Schedule,
+    from_official,
 )
+from loopformers.analysis import record_loops
 from loopformers.errors import unknown_name
+from loopformers.evaluation.budget import evaluate_budgets
+from loopformers.evaluation.perplexity import context_length
+from loopformers.generation import parse_exit_rule
 from loopformers.testing import tiny_model
 
 
@@ -105,6 +111,29 @@ BAD = {
         r"schedule='1/2,1/2' on a cache that holds 5 tokens of schedule '2/3,1/3'.*model\.new_cache\(\)",
     ),
     "cache of another budget": (on_a_live_cache({}, {"num_loops": 2}), CacheError, "'1/2,1/2'.*'1/3,1/3,1/3'"),
+    "a preset that is no name": (lambda: LoopConfig.from_preset(["flt"]), ConfigError, r"preset=\['flt'\] is not known"),
+    "a configuration of another family": (
+        lambda: LoopedForCausalLM(GPT2Config()), ConfigError, "^config=GPT2Config.*must be a LoopConfig[^\n]*$"
+    ),
+    "no step sizes": (lambda: Schedule.explicit(None), ConfigError, "step sizes None must be numbers"),
+    "a grid of text": (
+        lambda: Schedule.parse("coarse-first:2", num_loops=None, grid="3"), ConfigError, "grid='3' must be a whole number"
+    ),
+    "no rule": (lambda: parse_exit_rule(None), ConfigError, "exit rule=None is not known"),
+    "no checkpoint": (lambda: from_official(None, None), ConfigError, "a NoneType and a NoneType are no checkpoint"),
+    "no model to record": (lambda: record_loops(None).__enter__(), ConfigError, "a NoneType has no loops to record"),
+    "a bound of text": (
+        lambda: record_loops(tiny_model("flt"), max_bytes="x").__enter__(), ConfigError, "max_bytes='x' must be a whole"
+    ),
+    "ids without values": (lambda: tiny_model("flt")(tokens().to("meta")), ConfigError, "on the meta device and hold no tokens"),
+    "a long short run": (
+        lambda: tiny_model("loopformer").train()(tokens(), labels=tokens(), short_schedule="uniform:4"),
+        ConfigError,
+        "short_schedule has 4 loops and the long trajectory 3",
+    ),
+    "no windows": (lambda: evaluate_budgets(tiny_model("flt"), None, [1]), DataError, "None holds no windows"),
+    "no window": (lambda: evaluate_budgets(tiny_model("flt"), [{"a": 1}], [1]), DataError, "is no window; give a mapping"),
+    "a context of -1": (lambda: context_length(tiny_model("flt"), -1), ConfigError, "context=-1 must be a whole number"),
     "cache of another class": (forward("flt", past_key_values=[]), CacheError, "a list has one row for each layer.*new_cache"),
 }  # fmt: skip
 

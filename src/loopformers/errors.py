@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import reprlib
 import sys
 import warnings
@@ -74,7 +75,7 @@ class ExitWarning(UserWarning):
 
 
 class ObjectiveWarning(UserWarning):
-    """A model is being trained on a loss that is not its configured objective."""
+    """A model is being trained on a loss that is not its configured objective, or on no target at all."""
 
 
 class ScheduleWarning(UserWarning):
@@ -104,13 +105,13 @@ _SHORTENER = _Shortener()
 
 
 def shorten(value: object) -> str:
-    """Return a value as an error shows it: its `repr`, cut to a length that fits a message, whatever the value holds.
+    """Return a value as an error shows it: its `repr` in one line, cut to a length that fits a message, whatever it holds.
 
     Example:
         >>> shorten([1, "a"]), shorten(10**5000), len(shorten("x" * 10**7))
         ("[1, 'a']", '<whole number of about 5,001 digits>', 160)
     """
-    text = _SHORTENER.repr(value)
+    text = re.sub(r"\s*\n\s*", " ", _SHORTENER.repr(value))  # a configuration or a tensor writes itself in many
     return text if len(text) <= 600 else f"{text[:400]}...{text[-100:]}"
 
 

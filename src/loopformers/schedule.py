@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from loopformers.errors import ConfigError, shorten, unknown_name
+from loopformers.errors import ConfigError, LoopformersError, shorten, unknown_name
 from loopformers.limits import MAX_LOOPS
 
 __all__ = ["SCHEDULE_KINDS", "Schedule", "all_schedules", "count_schedules", "is_uniform_text"]
@@ -89,6 +89,7 @@ class Schedule:
         Step i takes the share 2^(M-i) / (2^(M-i+1) - 1) of the time that is left, rounded to the grid, so that each
         later step keeps at least 1/grid.
         """
+        check_num_loops(grid, name="grid")
         if check_num_loops(num_loops) > grid:
             raise ConfigError(
                 f"num_loops={num_loops} does not fit a grid of 1/{grid}: each step is at least 1/{grid}; "
@@ -113,9 +114,11 @@ class Schedule:
         Raises:
             ConfigError: They do not sum to 1 within 1e-6, or one is not positive.
         """
-        check_num_loops(max(1, len(step_sizes)), name="number of step sizes")
         try:
+            check_num_loops(max(1, len(step_sizes)), name="number of step sizes")
             shown, total = shorten(list(map(float, step_sizes))), float(sum(step_sizes))
+        except LoopformersError:
+            raise
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"step sizes {shorten(step_sizes)} must be numbers that sum to 1") from error
         if not abs(total - 1) <= SUM_TOLERANCE:

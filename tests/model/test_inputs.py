@@ -218,3 +218,21 @@ def test_a_model_can_be_exported(model):
 
     exported = torch.export.export(Logits(), (IDS,), strict=False)
     torch.testing.assert_close(exported.module()(IDS), model(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    "value", [-3, float("nan"), "4", True, torch.tensor(-1), torch.tensor([4, 5]), torch.tensor(True)]
+)
+def test_a_number_of_targets_is_one_number_of_at_least_zero(value, model):
+    with pytest.raises(ConfigError, match=r"num_items_in_batch.*one number of at least 0"):
+        model(tokens(), labels=tokens(), num_items_in_batch=value)
+
+
+def test_a_number_of_targets_with_a_dimension_leaves_a_loss_without_one(model):
+    """Trainers that copy a model over devices cut this number up as they do a batch."""
+    plain = model(tokens(), labels=tokens(), num_items_in_batch=6).loss
+    assert torch.equal(model(tokens(), labels=tokens(), num_items_in_batch=torch.tensor([6])).loss, plain)
+
+
+def test_a_step_without_targets_has_a_loss_of_zero(model):
+    assert model(tokens(), labels=torch.full_like(tokens(), -100), num_items_in_batch=0).loss == 0

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from loopformers import CheckpointError, ConfigError, LoopedForCausalLM, LoopedModel
+from loopformers.errors import WriteError
 from loopformers.testing import tiny_model
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
@@ -192,3 +193,11 @@ def test_settings_that_generate_can_use_are_kept(folder):
     GenerationConfig(repetition_penalty=1.2, do_sample=True, top_k=7, temperature=0.5).save_pretrained(folder)
     settings = LoopedForCausalLM.from_pretrained(folder).generation_config
     assert (settings.repetition_penalty, settings.top_k, settings.temperature) == (1.2, 7, 0.5)
+
+
+def test_a_model_is_not_saved_over_a_file(tmp_path):
+    """transformers logs a line, saves nothing and returns."""
+    (tmp_path / "model").write_text("notes")
+    with pytest.raises(WriteError, match="is a file, and a model is saved to a folder"):
+        tiny_model("flt").save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model").read_text() == "notes"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from loopformers.errors import ConfigError
+from loopformers.errors import ConfigError, check_count
 from loopformers.model.trunk import LoopedModel
 
 __all__ = ["LoopTrace", "record_loops"]
@@ -81,7 +81,9 @@ def record_loops(model: nn.Module, *, max_bytes: int = 1 << 30) -> Iterator[Loop
         >>> len(trace.runs), len(trace.states), trace.states[-1].shape
         (3, 2, torch.Size([1, 5, 24]))
     """
-    core = next((module for module in model.modules() if isinstance(module, LoopedModel)), None)
+    check_count("max_bytes", max_bytes)
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    core = next((module for module in modules if isinstance(module, LoopedModel)), None)
     if core is None:
         raise ConfigError(f"a {type(model).__name__} has no loops to record; give a LoopedForCausalLM or a LoopedModel")
     trace = LoopTrace(max_bytes)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from loopformers.data.documents import read_documents as read_file
 from loopformers.data.sources import COMPRESSIONS, SourceFile, kind_of
-from loopformers.errors import ConfigError, DataError
+from loopformers.errors import ConfigError, DataError, check_count
 from loopformers.evaluation.models import is_looped
 from loopformers.evaluation.scoring import OnBatch, Tally, score_outside, score_runs
 from loopformers.evaluation.text import WHOLE, read_documents
@@ -232,6 +232,7 @@ def context_length(model: Any, context: int | None) -> int:
         if length is None:
             raise ConfigError("this model does not say how long its texts may be; give --context")
         return int(length)
+    check_count("context", context, at_least=2)
     may_exceed = is_looped(model) and config.position_embedding == "rotary"
     if length is not None and context > length and not may_exceed:
         raise ConfigError(

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loopformers.errors import DataError, check_count
+from loopformers.errors import DataError, check_count, shorten
 from loopformers.model.mode import evaluating
 from loopformers.objectives.cross_entropy import IGNORE
 from loopformers.schedule import Schedule
@@ -312,9 +312,19 @@ def score_outside(
 
 
 def window_batches(windows: Iterable[Mapping[str, Any]], batch_size: int) -> Iterator[WindowBatch]:
-    """Yield neighbouring windows of one length, at most `batch_size` together."""
+    """Yield neighbouring windows of one length, at most `batch_size` together.
+
+    Raises:
+        DataError: What is given are no windows.
+    """
+    if not isinstance(windows, Iterable):
+        raise DataError(f"{shorten(windows)} holds no windows; give a list of mappings with input_ids, (seq,) each")
     batch: list[tuple[Tensor, ...]] = []
     for window in windows:
+        if not isinstance(window, Mapping) or "input_ids" not in window:
+            raise DataError(
+                f"{shorten(window)} is no window; give a mapping with input_ids, (seq,), and labels where wanted"
+            )
         ids = torch.as_tensor(window["input_ids"])
         defaults = {"labels": ids, "questions": torch.zeros_like(ids), "difficulties": torch.full_like(ids, -1)}
         fields = (torch.as_tensor(window.get(name, default)) for name, default in defaults.items())

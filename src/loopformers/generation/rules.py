@@ -221,8 +221,8 @@ def parse_exit_rule(text: str) -> ExitRule:
         >>> parse_exit_rule("kl:5e-4"), str(parse_exit_rule("argmax:2"))
         (KLExit(threshold=0.0005), 'argmax:2')
     """
-    name, _, value = text.strip().partition(":")
-    if name not in EXIT_RULES:
+    name, _, value = text.strip().partition(":") if isinstance(text, str) else (text, "", "")
+    if not isinstance(name, str) or name not in EXIT_RULES:
         raise ConfigError(unknown_name("exit rule", name, EXIT_RULES) + "; write for example kl:5e-4")
     try:
         number = int(value) if EXIT_RULES[name] is ArgmaxExit else float(value)

@@ -82,6 +82,11 @@ def from_official(state_dict: Mapping[str, Tensor], case: Mapping[str, Any]) -> 
             finite.
         ConfigError: A case that lacks a field or holds an illegal one.
     """
+    if not isinstance(state_dict, Mapping) or not isinstance(case, Mapping):
+        raise ConfigError(
+            f"a {type(state_dict).__name__} and a {type(case).__name__} are no checkpoint; give official parameters by name, and "
+            "the fields of the official constructor"
+        )
     weights = _unwrap(state_dict)
     config = official_config(case, weights)
     if config.num_hidden_layers > max(len(weights), MANY_LAYERS):  # not even built, as that would take minutes

@@ -9,17 +9,19 @@ meta device.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from loopformers.errors import ConfigError
+from loopformers.errors import ConfigError, shorten
 from loopformers.objectives.cross_entropy import IGNORE
 
 __all__ = [
     "check_logits_to_keep",
     "check_mask",
+    "check_num_items",
     "check_positions",
     "check_targets",
     "check_token_values",
@@ -183,6 +185,27 @@ def check_targets(name: str, targets: Any, *, shape: tuple[int, int], vocab_size
             f"{name} hold {wrong}, and this model predicts tokens 0 to {vocab_size - 1}; put {IGNORE} where there is nothing "
             "to predict, and encode with the model's own tokenizer"
         )
+
+
+def check_num_items(value: Any) -> Tensor | float:
+    """Return the number of targets of a step that a loss is divided by, as one number of at least 1.
+
+    A step whose labels are all ignored counts 0: its loss is 0, and NaN would end the run. Trainers that copy a model over
+    devices give a tensor with a dimension.
+
+    Raises:
+        ConfigError: No single number, or a negative one.
+    """
+    what = "must be the number of targets of a whole step, one number of at least 0"
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.dtype == torch.bool:
+            raise ConfigError(f"num_items_in_batch of dtype {value.dtype} and shape {tuple(value.shape)} {what}")
+        if _can_look(value) and not 0 <= value.item() < float("inf"):
+            raise ConfigError(f"num_items_in_batch={value.item()} {what}")
+        return value.reshape(()).clamp(min=1)
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < float("inf"):
+        raise ConfigError(f"num_items_in_batch={shorten(value)} {what}")
+    return max(float(value), 1.0)
 
 
 def check_logits_to_keep(value: Any, *, num_new: int) -> None:

@@ -14,7 +14,7 @@ from loopformers.laws import LoopPlan
 from loopformers.model.cache import LoopedCache, ReadOnlyRows, SlotSource
 from loopformers.model.config import LoopConfig
 from loopformers.model.generation import LoopedGenerationMixin
-from loopformers.model.inputs import check_logits_to_keep, check_targets
+from loopformers.model.inputs import check_logits_to_keep, check_num_items, check_targets
 from loopformers.model.outputs import LoopedCausalLMOutput
 from loopformers.model.pretrained import LoopedPreTrainedModel
 from loopformers.model.transformers_range import CACHE_NAME
@@ -317,8 +317,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
     def _targets(self, labels: Tensor, num_items_in_batch: Tensor | int | None, smoothing: float = 0.0) -> Targets:
         check_smoothing(smoothing)
-        count = (labels != IGNORE).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        return Targets(labels, count, self.head, self.loss_chunk_tokens, smoothing)
+        count = (labels != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+        return Targets(labels, check_num_items(count), self.head, self.loss_chunk_tokens, smoothing)
 
     def _refuse_kept_labels(self) -> None:
         """Refuse a count of targets that comes without them: transformers' Trainer keeps labels for a loss of its own."""

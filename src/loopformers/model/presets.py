@@ -86,7 +86,7 @@ def preset_fields(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: No preset of that name.
     """
     load_extensions()
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ConfigError(unknown_name("preset", name, PRESETS))
     fields = {**PRESETS[name], **overrides}
     is_flt = PRESETS[name]["init_scheme"] == "flt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,15 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from loopformers.errors import CheckpointError, ConfigError, LoopformersError, check_count, shorten, unknown_name
+from loopformers.errors import (
+    CheckpointError,
+    ConfigError,
+    LoopformersError,
+    WriteError,
+    check_count,
+    shorten,
+    unknown_name,
+)
 from loopformers.model.config import LoopConfig
 from loopformers.model.generation_settings import check_generation_file, check_generation_settings
 from loopformers.model.inherited import INHERITED, LOADER_ARGUMENTS, check_inherited
@@ -128,7 +137,10 @@ class LoopedPreTrainedModel(PreTrainedModel):
 
         Raises:
             ConfigError: The configuration has been changed to one that could not be loaded; nothing is written.
+            WriteError: The folder is a file, which transformers only logs.
         """
+        if os.path.isfile(save_directory):
+            raise WriteError(f"{save_directory} is a file, and a model is saved to a folder; give another path")
         self.config.check_writable()
         super().save_pretrained(save_directory, *args, **kwargs)
         folder = Path(save_directory)

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from loopformers.errors import ConfigError
+
 __all__ = ["VocabularyEmbedding", "VocabularyHead", "draw_rows", "padded_product"]
 
 MIN_TOKENS = 64
@@ -33,6 +35,14 @@ class VocabularyEmbedding(nn.Embedding):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         _load_without_padding(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of tokens (..), (.., dim)."""
+        if input.is_meta and not self.weight.is_meta:  # torch returns whatever the memory holds
+            raise ConfigError(
+                f"input_ids are on the meta device and hold no tokens, and the model is on {self.weight.device}; move them there"
+            )
+        return super().forward(input)
 
 
 class VocabularyHead(nn.Linear):

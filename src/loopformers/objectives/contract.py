@@ -62,7 +62,7 @@ class Targets:
     """
 
     labels: Tensor
-    count: Tensor | int
+    count: Tensor | float
     head: Callable[[Tensor], Tensor]
     chunk_tokens: int | None = None
     smoothing: float = 0.0

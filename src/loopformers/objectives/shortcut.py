@@ -24,6 +24,11 @@ def shortcut_consistency(
     microbatches and ranks with uneven masks add up to one batch. A plan without a short trajectory trains the long one
     alone.
     """
+    if plan.short is not None and plan.short.num_loops > plan.long.num_loops:
+        raise ConfigError(
+            f"short_schedule has {plan.short.num_loops} loops and the long trajectory {plan.long.num_loops}; give a short one of "
+            "at most as many"
+        )
     long = run(plan.long)[-1]
     loss = targets.cross_entropy(long)
     parts = {"cross_entropy": loss.detach().clone()}  # a copy: trainers scale a loss in place

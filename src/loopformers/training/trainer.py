@@ -19,16 +19,17 @@ from typing import Any, Literal
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments, default_data_collator
+from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
 from loopformers.analysis.monitor import LiveVerdict
-from loopformers.errors import CheckpointError, ConfigError, NonFiniteError
+from loopformers.errors import CheckpointError, ConfigError, NonFiniteError, ObjectiveWarning
 from loopformers.folders import owned
 from loopformers.laws import Law, LoopPlan
 from loopformers.model.modeling import LoopedForCausalLM
 from loopformers.objectives.contract import IGNORE, check_smoothing
+from loopformers.schedule import check_num_loops
 from loopformers.training.callbacks import BudgetValidationCallback, LoopDrawCallback, StopCallback
 from loopformers.training.checkpointing import WholeCheckpoints
 from loopformers.training.checkpoints import (
@@ -46,58 +47,9 @@ from loopformers.training.step_log import METRICS_FILE, StepLog
 from loopformers.training.step_record import StepRecord
 from loopformers.training.step_tally import StepNumbers, local_part
 from loopformers.training.streamed import StreamedData
+from loopformers.training.trainer_arguments import check_dataset, check_parts, collate_windows, training_arguments
 
 __all__ = ["LoopTrainer", "training_arguments"]
-
-
-def training_arguments(
-    output_dir: str | os.PathLike[str],
-    *,
-    num_steps: int,
-    batch_size: int,
-    seed: int = 0,
-    save_steps: int | None = None,
-    **overrides: Any,
-) -> TrainingArguments:
-    """Return `TrainingArguments` with this package's defaults: clip at 1, keep two checkpoints, report nowhere else.
-
-    Args:
-        output_dir: Folder of the run.
-        num_steps: Updates.
-        batch_size: Windows a microbatch and device.
-        seed: Of data order and of every random state.
-        save_steps: Updates between checkpoints; None: only at the end and on interruption.
-        overrides: Any other field of `TrainingArguments`.
-
-    Raises:
-        ConfigError: A number of steps, a batch size or an interval below 1.
-    """
-    for name, value in (("num_steps", num_steps), ("batch_size", batch_size), ("save_steps", save_steps)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
-    defaults: dict[str, Any] = {
-        "max_steps": num_steps,
-        "per_device_train_batch_size": batch_size,
-        "per_device_eval_batch_size": batch_size,
-        "seed": seed,
-        "data_seed": seed,
-        "save_strategy": "steps",
-        "save_steps": num_steps if save_steps is None else save_steps,
-        "save_total_limit": 2,
-        "max_grad_norm": 1.0,
-        "logging_strategy": "no",
-        "logging_nan_inf_filter": False,
-        "report_to": [],
-        "disable_tqdm": True,
-        "dataloader_num_workers": 0,
-        "dataloader_pin_memory": torch.cuda.is_available(),
-        "use_cpu": not torch.cuda.is_available(),
-        "remove_unused_columns": False,
-        "ddp_find_unused_parameters": False,
-    }
-    if defaults["use_cpu"] and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        defaults["ddp_backend"] = "gloo"
-    return TrainingArguments(output_dir=os.fspath(output_dir), **{**defaults, **overrides})
 
 
 class LoopTrainer(StreamedData, WholeCheckpoints):
@@ -134,8 +86,9 @@ class LoopTrainer(StreamedData, WholeCheckpoints):
         kwargs: Passed to `transformers.Trainer`.
 
     Raises:
-        ConfigError: `save_total_limit` is 1, `label_smoothing_factor` is not a share from 0 to below 1, `compute_loss_func` is
-            given, or the output folder cannot be written.
+        DataError: `train_dataset` holds no windows, or windows without labels.
+        ConfigError: A part is of another type, a field has no effect, `save_total_limit` is 1, `compute_loss_func` is given,
+            `label_smoothing_factor` is not a share from 0 to below 1, or the output folder cannot be written.
     """
 
     def __init__(
@@ -156,6 +109,18 @@ class LoopTrainer(StreamedData, WholeCheckpoints):
         callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ) -> None:
+        check_parts(
+            model,
+            args,
+            {
+                "optimizer_settings": (optimizer_settings, "build"),
+                "lr_schedule": (lr_schedule, "build"),
+                "law": (law, "plan"),
+            },
+        )
+        check_dataset(train_dataset)
+        if num_grad_loops is not None:
+            check_num_loops(num_grad_loops, name="num_grad_loops")
         if args.save_total_limit == 1:
             raise ConfigError(
                 "save_total_limit=1 leaves no complete checkpoint while the next one is being written; use 2 or more"
@@ -186,8 +151,8 @@ class LoopTrainer(StreamedData, WholeCheckpoints):
         self._losses: list[Tensor] = []
         if isinstance(model, LoopedForCausalLM):
             self.engine.apply(model)
-        if getattr(kwargs.get("processing_class"), "pad_token_id", IGNORE) is None:
-            kwargs.setdefault("data_collator", default_data_collator)  # windows are of equal length: nothing is padded
+        if getattr(kwargs.get("processing_class"), "pad_token_id", None) is None:
+            kwargs.setdefault("data_collator", collate_windows)  # windows are of equal length: nothing is padded
         super().__init__(
             model=model,
             args=args,
@@ -290,6 +255,13 @@ class LoopTrainer(StreamedData, WholeCheckpoints):
     def _check_finite(self, model: nn.Module, numbers: StepNumbers) -> None:
         """Raise NonFiniteError, or leave the update out, when a number is not finite. All ranks have the same numbers."""
         if math.isfinite(numbers.loss) and math.isfinite(numbers.gradient_norm):
+            if numbers.loss == 0 and numbers.gradient_norm == 0 and self.args.process_index == 0:
+                warnings.warn(
+                    f"step {self.state.global_step + 1} had no target, and trained nothing: all its labels are {IGNORE}; look at "
+                    "how they are masked, or at whether windows are cut off before their answers",
+                    ObjectiveWarning,
+                    stacklevel=2,
+                )
             return
         if getattr(self.accelerator, "scaler", None) is not None:
             return  # float16: the scaler skips updates that overflow
