@@ -10,6 +10,8 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from loopformers import CacheError, ConfigError
+from loopformers.data.tokenizer import bundled_tokenizer
+from loopformers.generation.rules import ArgmaxExit
 from loopformers.model.presets import PRESETS
 from loopformers.model.transformers_range import CACHE_NAME
 from loopformers.testing import tiny_model
@@ -122,13 +124,33 @@ def test_assisted_decoding_equals_greedy_decoding(preset, assistant):
     assert out.shape[1] == 20 or out[0, -1] == 60
 
 
-def test_decoding_stops_at_the_end_of_text_and_at_stop_strings_of_ids():
+def test_decoding_stops_at_the_end_of_text():
     """Fault 23."""
     model = tiny_model("flt").double()
     free = greedy_by_hand(model, prompt(1), 8)[0, 5:].tolist()
     stop = free[3]
     out = model.generate(prompt(1), max_new_tokens=8, do_sample=False, eos_token_id=stop)[0, 5:].tolist()
     assert out == free[: free.index(stop) + 1]
+
+
+@pytest.mark.filterwarnings("ignore::loopformers.errors.ExitWarning")
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"do_sample": True}, {"exit_rule": ArgmaxExit(1)}])
+def test_decoding_stops_at_a_stop_string(how):
+    tokenizer = bundled_tokenizer()
+    model = tiny_model("elastic-flt", vocab_size=len(tokenizer), eos_token_id=None)
+    ids = torch.tensor([tokenizer("It was").input_ids])
+    how = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, **how}
+    torch.manual_seed(3)
+    free = model.generate(ids, **how)[0].tolist()
+    new = [tokenizer.decode(free[ids.shape[1] : end]) for end in range(ids.shape[1] + 1, len(free) + 1)]
+    stop = next(character for character in new[-1] if character.isascii() and character.isalnum())
+    torch.manual_seed(3)
+    stopped = model.generate(ids, **how, stop_strings=[stop], tokenizer=tokenizer)[0].tolist()
+    if "num_beams" in how:  # another beam may come first
+        assert stop in tokenizer.decode(stopped[ids.shape[1] :])
+    else:
+        length = next(length for length, text in enumerate(new, start=1) if stop in text)
+        assert stopped == free[: ids.shape[1] + length]
 
 
 def test_scores_logits_and_loop_states_are_returned_on_request():

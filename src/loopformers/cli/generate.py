@@ -213,6 +213,7 @@ def _generate(
     import torch
 
     from loopformers.errors import ExitWarning
+    from loopformers.model.generation_settings import blame_generation_settings
     from loopformers.model.quiet import quiet_transformers
     from loopformers.model.tokenizer import continuation_text
     from loopformers.model.transformers_range import CACHE_NAME
@@ -223,13 +224,15 @@ def _generate(
     stop = tokenizer.eos_token_id if stop is None else stop
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     ids = torch.tensor([prompt_ids], device=model.device)
-    with warnings.catch_warnings(), quiet_transformers():  # its reminders would stand in the middle of the text
+    blame = blame_generation_settings(model.generation_config, model.name_or_path)
+    with warnings.catch_warnings(), quiet_transformers(), blame:  # reminders would interrupt the text
         warnings.simplefilter("ignore", ExitWarning)  # _exit_rule has said it, with the loss
         output: Any = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             schedule=schedule,
             streamer=stream,
+            tokenizer=tokenizer,  # for the stop strings of a generation configuration
             eos_token_id=stop,
             pad_token_id=pad,
             use_cache=True,

@@ -53,13 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--efficiency",
-        type=number(above=0, at_most=1),
+        type=number(at_least=1e-6, at_most=1),
         metavar="SHARE",
         help="state the share of the peak that a step reaches; times no step",
     )
     parser.add_argument(
         "--peak-tflops",
-        type=number(above=0),
+        type=number(at_least=1e-6, at_most=1e9),
         metavar="N",
         help="state the peak of another device in 10^12 operations a second; needs --efficiency",
     )

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from loopformers.errors import ConfigError, DataError, NonFiniteError, check_count, unknown_name
 from loopformers.evaluation.models import check_tokenizer, is_looped, load_any_model
+from loopformers.model.generation_settings import blame_generation_settings
 from loopformers.model.tokenizer import encode_prompt, framing, open_tokenizer
 from loopformers.schedule import Schedule
 
@@ -376,7 +377,8 @@ class LoopformersLM(HFLM):
         return texts
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Any:
-        return super()._model_generate(context, max_length, stop, **options, **self.run_arguments)
+        with blame_generation_settings(self.model.generation_config, self.model.name_or_path):
+            return super()._model_generate(context, max_length, stop, **options, **self.run_arguments)
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         with torch.no_grad():

@@ -72,7 +72,7 @@ class LoopedGenerationMixin(GenerationMixin):
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """transformers' method. The cache goes by its older name, under which PEFT looks for it: it would miss the new one,
         and put a prompt's virtual tokens before every token that is generated."""
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **_for_forward(kwargs))
         if CACHE_NAME in inputs:
             inputs["past_key_values"] = inputs.pop(CACHE_NAME)
         return inputs
@@ -93,7 +93,7 @@ class LoopedGenerationMixin(GenerationMixin):
     def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """transformers' greedy and sampling loop, which an exit rule may replace: rows are done with a token at other times."""
         rule: Any = kwargs.get("exit_rule")
-        output = None
+        kwargs, output = _for_forward(kwargs), None
         if not args and hasattr(rule, "decode"):
             output = rule.decode(self, input_ids, **{name: x for name, x in kwargs.items() if name != "exit_rule"})
         return super()._sample(input_ids, *args, **kwargs) if output is None else output
@@ -117,3 +117,9 @@ class LoopedGenerationMixin(GenerationMixin):
         cache = self.model.resolve_cache(given, generation_config.use_cache is not False, schedule)
         if cache is not None:
             model_kwargs[CACHE_NAME] = cache
+
+
+def _for_forward(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a decoding step's arguments without the tokenizers that stop strings need: transformers leaves them in, and
+    forward refuses what it does not know."""
+    return {name: x for name, x in arguments.items() if name not in ("tokenizer", "assistant_tokenizer")}

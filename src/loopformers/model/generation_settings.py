@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 
-from loopformers.errors import CheckpointError, ConfigError, shorten
+from loopformers.errors import CheckpointError, ConfigError, LoopformersError, first_line, shorten
 from loopformers.model.inherited import check_tokens
 from loopformers.model.saved_schedule import GENERATION_CONFIG_FILE
 from loopformers.readers import read_json
 
-__all__ = ["check_generation_file", "check_generation_settings"]
+__all__ = ["blame_generation_settings", "check_generation_file", "check_generation_settings"]
 
 NUMBERS = {
     # smallest, largest, whether whole
@@ -37,6 +39,9 @@ NUMBERS = {
     "no_repeat_ngram_size": (0, 2**31, True),
 }
 SWITCHES = ("do_sample", "use_cache", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NOT_BLAMED = {*NUMBERS, *SWITCHES, *TOKENS, "schedule", "transformers_version"}
+"""Settings that are checked when a checkpoint is opened, or that generate does not read."""
 
 
 def check_generation_file(folder: Any) -> None:
@@ -63,8 +68,34 @@ def check_generation_settings(settings: GenerationConfig, source: object, vocab_
                 f"the generation configuration of {source} says {name}={shorten(value)}, which must be true or false; mend or "
                 f"delete {GENERATION_CONFIG_FILE}"
             )
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for name in TOKENS:
         try:
             check_tokens(name, getattr(settings, name, None), vocab_size, several=name == "eos_token_id")
         except ConfigError as error:
             raise CheckpointError(f"the generation configuration of {source}: {error}") from error
+
+
+@contextmanager
+def blame_generation_settings(settings: GenerationConfig, source: object) -> Iterator[None]:
+    """Let transformers' errors be about a checkpoint's generation configuration, where it holds settings that may cause them.
+
+    transformers has dozens of rare settings (`bad_words_ids`, `max_time`, `constraints`), which it first looks at while it
+    generates. Only a caller whose own arguments are known to be right can use this.
+
+    Args:
+        settings: The model's.
+        source: Where the model comes from, for the error.
+
+    Raises:
+        CheckpointError: generate failed, and the configuration sets something beyond what `check_generation_settings` checks.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        suspects = sorted(settings.to_diff_dict().keys() - NOT_BLAMED)
+        if isinstance(error, LoopformersError | UnicodeError) or "memory" in str(error) or not suspects:
+            raise
+        raise CheckpointError(
+            f"generate cannot use the generation configuration of {source}, which sets {', '.join(suspects)} "
+            f"({first_line(error)}); mend or delete {GENERATION_CONFIG_FILE}"
+        ) from error
