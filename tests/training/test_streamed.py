@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -73,3 +74,13 @@ def test_a_checkpoint_of_another_stream_or_of_none_is_refused(tmp_path):
 def test_worker_processes_are_refused_before_training(tmp_path):
     with pytest.raises(ConfigError, match="dataloader_num_workers=1"):
         build(tmp_path, dataloader_num_workers=1).train()
+
+
+def test_a_run_over_an_iterable_without_a_length_is_not_resumed_at_a_wrong_place(tmp_path):
+    rows = [{"input_ids": list(range(5 + i, 14 + i)), "labels": list(range(5 + i, 14 + i))} for i in range(6)]
+    data = Dataset.from_list(rows).to_iterable_dataset()
+    arguments = training_arguments(tmp_path, num_steps=4, batch_size=2, save_steps=2)
+    LoopTrainer(tiny_model("flt"), arguments, data).train()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    with pytest.raises(ConfigError, match=r"a run over a IterableDataset cannot be resumed.*StreamedWindows"):
+        LoopTrainer(tiny_model("flt"), arguments, data).train(resume_from_checkpoint=True)

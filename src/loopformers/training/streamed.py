@@ -71,8 +71,15 @@ class StreamedData(Trainer):
 
         Raises:
             CheckpointError: The checkpoint holds no position of this stream for this rank.
+            ConfigError: A resumed run reads its data from an iterable that cannot be positioned.
         """
         stream = self.train_dataset
+        if resume_from_checkpoint and not isinstance(stream, StreamedWindows) and not hasattr(stream, "__len__"):
+            # transformers would skip batches of a stream that starts anew, and get it wrong where the stream ends in between
+            raise ConfigError(
+                f"a run over a {type(stream).__name__} cannot be resumed: an iterable does not say where it stood; train on "
+                "StreamedWindows, which stores its position in every checkpoint, or on a dataset with a length"
+            )
         if isinstance(stream, StreamedWindows):
             stream.set_rank(self.args.process_index, self.args.world_size)
             self._windows_used = 0
