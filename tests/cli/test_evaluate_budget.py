@@ -63,7 +63,7 @@ def test_models_stand_side_by_side_at_every_budget_to_beyond_the_trained_one(
     assert float(rows[0]["loss"]) == record["models"][0]["budgets"][0]["loss"]
     assert (rows[0]["training_tflop"], rows[-1]["training_tflop"]) == ("4.5", "")
     assert main(["evaluate", "budget", *arguments, "--output-dir", str(out)]) == 2
-    assert "holds budgets.json already" in capsys.readouterr().err
+    assert "already contains budgets.json" in capsys.readouterr().err
 
 
 def test_the_scores_are_those_of_the_reference(

@@ -62,7 +62,7 @@ def test_results_merge_and_render_again(checkpoints, questions, tmp_path, capsys
     assert table["differences"]["rows"][0]["baseline"] == "lt, 3 loops"
     assert all((tmp_path / "both" / name).exists() for name in FILES)
     assert main([*merge, "--output-dir", str(tmp_path / "both")]) == 2
-    assert "holds results.json already" in capsys.readouterr().err
+    assert "already contains results.json" in capsys.readouterr().err
 
 
 def test_results_of_other_protocols_neither_merge_nor_mix(checkpoints, questions, tmp_path, capsys):

@@ -175,14 +175,14 @@ def test_every_error_of_this_package_is_caught(monkeypatch: pytest.MonkeyPatch) 
     [
         (
             ["generate", "m", "--promt", "x"],
-            "option --promt is not known; did you mean --prompt? loopformers generate --help",
+            "option --promt is not known; did you mean --prompt? run loopformers generate --help",
         ),
         (
             ["generate", "m", "--prompt", "x", "--num-lops=3"],
             "option --num-lops is not known; did you mean --num-loops? ",
         ),
-        (["evaluate", "budget", "m", "--no-tim"], "did you mean --no-time? loopformers evaluate budget --help"),
-        (["quickstart", "--zzz"], "option --zzz is not known; loopformers quickstart --help"),
+        (["evaluate", "budget", "m", "--no-tim"], "did you mean --no-time? run loopformers evaluate budget --help"),
+        (["quickstart", "--zzz"], "option --zzz is not known; run loopformers quickstart --help"),
     ],
 )
 def test_a_misspelt_option_is_named_with_the_nearest_one(arguments, said, capsys):

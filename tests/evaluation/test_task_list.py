@@ -140,7 +140,11 @@ def test_without_the_package_its_name_is_told(monkeypatch):
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [("", " holds no questions"), ("[1]", ", line 1 holds list"), ("{", ", line 1 is not readable")],
+    [
+        ("", " contains no questions"),
+        ("[1]", ", line 1 contains a value of type list"),
+        ("{", ", line 1 is not readable"),
+    ],
 )
 def test_a_file_without_questions_is_refused(content, text, tmp_path):
     (tmp_path / "piqa").mkdir()

@@ -43,10 +43,10 @@ def test_the_last_complete_checkpoint_is_found_by_number(tmp_path: Path) -> None
 
 def test_an_incomplete_or_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     checkpoint = make(tmp_path, 3, complete=False)
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         check_complete(checkpoint)
     (checkpoint / "complete.json").write_text("{")
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         check_complete(checkpoint)
     mark_complete(checkpoint, 3)
     assert check_complete(checkpoint) == 3
@@ -178,7 +178,7 @@ def test_a_damaged_marker_marks_nothing(tmp_path: Path, marker: str) -> None:
     checkpoint = write(tmp_path)
     (checkpoint / "complete.json").write_text(marker)
     with pytest.raises(
-        CheckpointError, match=r"no complete checkpoint of this trainer: complete.json is missing or dam"
+        CheckpointError, match=r"not a complete checkpoint of this trainer: complete.json is missing or dam"
     ):
         verify(checkpoint)
     assert complete_checkpoints(tmp_path) == []

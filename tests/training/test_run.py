@@ -173,7 +173,7 @@ def test_what_cannot_run_is_refused_and_nothing_is_written(
 def test_an_empty_corpus_is_refused(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.txt").write_text(" \n")
-    with pytest.raises(DataError, match="holds no text"):
+    with pytest.raises(DataError, match="contains no text"):
         prepare(change(recipe, "data", sources=(str(tmp_path / "empty"),)))
 
 

@@ -186,7 +186,9 @@ class WholeCheckpoints(Trainer):
                 "moved or removed? Put it back, or start the run again in another folder"
             )
         last = last_complete_checkpoint(self.args.output_dir)
-        rest = "no earlier one exists" if last is None else f"{last.name} is whole: free space and resume from it"
+        rest = (
+            "no earlier one exists" if last is None else f"{last.name} is complete: free some space and resume from it"
+        )
         return f"training stopped, and {rest}"
 
     def _on_any_rank(self, here: bool) -> bool:
