@@ -73,6 +73,13 @@ def test_windows_without_labels_are_scored_whole_and_bits_per_byte_follow() -> N
     assert result.bits_per_byte == pytest.approx(result.loss / math.log(2) / 3.5)
 
 
+@pytest.mark.filterwarnings("error::loopformers.errors.ScheduleWarning")
+@pytest.mark.parametrize("budgets", [[1, 4, 5], [4, 9]])
+def test_untrained_budgets_are_scored_without_a_warning(budgets: list[int]) -> None:
+    results = evaluate_budgets(make_model("tmlt"), make_windows(), budgets)
+    assert [result.num_loops for result in results] == budgets
+
+
 def test_flops_grow_with_the_budget_and_match_the_model() -> None:
     model = make_model("flt")
     windows = make_windows((7, 7))

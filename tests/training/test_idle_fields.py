@@ -26,8 +26,10 @@ def check(*arguments: str) -> None:
         ("--model.time_scale 3", "--model.conditioning time"),
         ("--model.modulation_init normal", "--model.conditioning loop_index"),
         ("--data.split_by tail --data.split_seed 7", "--data.split_by document"),
+        ("--data.split_by tail --data.split_seed 8", "--data.split_by id"),
         ("--data.sources bundled,bundled/austen --data.text_column body", "--data.sources bundled,texts"),
         ("--data.streaming true --data.sources fineweb-edu --data.id_column key", "--data.sources texts"),
+        ("--training.num_grad_loops 99", "--training.num_grad_loops 2"),
         ("--training.kept_loops 2", "--training.activation_checkpointing true"),
     ],
 )

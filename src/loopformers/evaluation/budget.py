@@ -16,6 +16,7 @@ import torch
 from loopformers.errors import ConfigError
 from loopformers.evaluation.scoring import OnBatch, Tally, answered_exactly, score_runs, window_batches
 from loopformers.model.mode import evaluating
+from loopformers.model.untrained import untrained_on_purpose
 from loopformers.objectives.cross_entropy import IGNORE, cross_entropy_sum
 from loopformers.schedule import Schedule
 
@@ -85,7 +86,7 @@ def evaluate_budgets(
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} must be at least 1")
     runs = [_schedule(budget, model.config.num_loops) for budget in budgets]
-    with evaluating(model):
+    with evaluating(model), untrained_on_purpose():
         return [_result(run, _run_alone(model, dataset, run, batch_size), model, bytes_per_token) for run in runs]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from loopformers.errors import DataError, check_count, shorten
 from loopformers.model.mode import evaluating
+from loopformers.model.untrained import untrained_on_purpose
 from loopformers.objectives.cross_entropy import IGNORE
 from loopformers.schedule import Schedule
 
@@ -271,7 +272,7 @@ def score_runs(
     tallies = [Tally() for _ in runs]
     groups = shared_runs(model, runs)
     trunk = model.model
-    with evaluating(model):
+    with evaluating(model), untrained_on_purpose():
         for batch in window_batches(windows, batch_size):
             prepared = trunk.prepare(batch.input_ids.to(model.device), None, None, None, None, runs[0])
             for group in groups:

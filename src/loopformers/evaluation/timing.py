@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from loopformers.errors import check_count
+from loopformers.model.untrained import untrained_on_purpose
 from loopformers.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class RunTime:
 
 
 @torch.no_grad()
+@untrained_on_purpose()
 def time_runs(
     model: LoopedForCausalLM,
     runs: Sequence[Schedule],

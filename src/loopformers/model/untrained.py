@@ -6,14 +6,26 @@ one is told a time, a step size or an index, and what it does with one that was 
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from loopformers.errors import ScheduleWarning
 from loopformers.schedule import Schedule
 
 if TYPE_CHECKING:
     from loopformers.model.config import LoopConfig
 
-__all__ = ["schedule_warning"]
+__all__ = ["schedule_warning", "untrained_on_purpose"]
+
+
+@contextmanager
+def untrained_on_purpose() -> Iterator[None]:
+    """Leave out ScheduleWarning where budgets are compared: untrained ones are among them on purpose, and are marked."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ScheduleWarning)
+        yield
 
 
 def schedule_warning(config: LoopConfig, run: Schedule) -> str | None:

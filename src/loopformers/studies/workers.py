@@ -13,7 +13,6 @@ import os
 import signal
 import threading
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-from loopformers.errors import ScheduleWarning
+from loopformers.model.untrained import untrained_on_purpose
 
 __all__ = ["Emit", "Failed", "Finished", "Reported", "Started", "Stopping", "TaskEvent", "TaskFunction", "run_tasks"]
 
@@ -112,7 +111,7 @@ def _run_here(function: TaskFunction, tasks: Sequence[str], on_event: Callable[[
     for task in tasks:
         on_event(Started(task))
         try:
-            with _on_every_budget():
+            with untrained_on_purpose():
                 function(task, lambda value, task=task: on_event(Reported(task, value)), lambda: False)  # type: ignore[misc]
         except Exception as error:  # whatever it is, the others go on
             failures.append(_failure(task, error))
@@ -232,7 +231,7 @@ def _work(function: TaskFunction, connection: Connection, stop: Any) -> None:
     while (task := connection.recv()) is not None:
         connection.send(Started(task))
         try:
-            with _on_every_budget():
+            with untrained_on_purpose():
                 function(task, lambda value, task=task: connection.send(Reported(task, value)), stop.is_set)  # type: ignore[misc]
         except KeyboardInterrupt:
             connection.send(None)
@@ -241,14 +240,6 @@ def _work(function: TaskFunction, connection: Connection, stop: Any) -> None:
             connection.send(_failure(task, error))
         else:
             connection.send(Finished(task))
-
-
-@contextlib.contextmanager
-def _on_every_budget() -> Iterator[None]:
-    """Leave out ScheduleWarning: a study measures untrained budgets on purpose, and its report says which T was trained."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ScheduleWarning)
-        yield
 
 
 def _failure(task: str, error: Exception) -> Failed:

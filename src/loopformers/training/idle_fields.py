@@ -7,13 +7,14 @@ Only what is set matters: a value that equals its default is as good as left out
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from loopformers.data.stream_sources import STREAMED_CORPORA
 from loopformers.errors import ConfigError, shorten
-from loopformers.laws import Fixed
+from loopformers.laws import Fixed, ShortTrajectory
 from loopformers.model.presets import preset_fields
 from loopformers.training.recipe import BUNDLED, Recipe
 
@@ -42,6 +43,12 @@ def _has_columns(recipe: Recipe, config: LoopConfig) -> bool:
     data = recipe.data
     is_named = data.streaming and data.sources[0] in STREAMED_CORPORA
     return not is_named and any(source.partition("/")[0] != BUNDLED for source in data.sources)
+
+
+def _deepest(recipe: Recipe, config: LoopConfig) -> float:
+    """Return the largest number of loops that training runs, or infinity where the law draws it."""
+    law = recipe.law or config.law
+    return law.num_loops if isinstance(law, Fixed | ShortTrajectory) else math.inf
 
 
 RULES = (
@@ -76,7 +83,11 @@ RULES = (
         lambda _, config: config.conditioning != "none",
         "model.conditioning other than none",
     ),
-    _Rule(("data.split_seed",), lambda recipe, _: recipe.data.split_by == "document", "data.split_by=document"),
+    _Rule(
+        ("data.split_seed",),
+        lambda recipe, _: recipe.data.split_by != "tail",
+        "data.split_by=document or id",
+    ),
     _Rule(
         ("data.text_column", "data.id_column"),
         _has_columns,
@@ -86,6 +97,11 @@ RULES = (
         ("training.kept_loops",),
         lambda recipe, _: recipe.training.activation_checkpointing,
         "training.activation_checkpointing=true",
+    ),
+    _Rule(
+        ("training.num_grad_loops",),
+        lambda recipe, config: (recipe.training.num_grad_loops or 0) <= _deepest(recipe, config),
+        "a number of at most the loops that training runs",
     ),
 )
 
