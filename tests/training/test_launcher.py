@@ -4,7 +4,7 @@ import pytest
 
 from loopformers.cli.main import main
 from loopformers.errors import ConfigError
-from loopformers.training.launcher import VARIABLES, check_launcher
+from loopformers.training.launcher import VARIABLES, check_launcher, process_rank, world_size
 
 MEETING = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -60,3 +60,21 @@ def test_what_no_launcher_says_is_refused_by_name(
     for command in (["train", "--config", "quickstart-flt"], ["plan", "quickstart-flt", "--no-time"]):
         assert main(command) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["abc", "", "0", "1.5", "9" * 30])
+def test_whoever_reads_a_number_of_processes_gets_one_or_an_error_that_names_it(text, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert world_size() == 1
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert world_size() == 3
+    monkeypatch.setenv("WORLD_SIZE", text)
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE='.*' must be a whole number of at least 1"):
+        world_size()
+
+
+def test_the_rank_is_0_without_a_launcher(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert process_rank() == 0
+    monkeypatch.setenv("RANK", "2")
+    assert process_rank() == 2

@@ -6,12 +6,30 @@ import os
 
 from loopformers.errors import ConfigError
 
-__all__ = ["check_launcher"]
+__all__ = ["check_launcher", "process_rank", "world_size"]
 
 RULE = "torchrun and accelerate launch set it; unset it to train in one process"
 VARIABLES = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 """By name, the smallest legal value."""
 MAX_PROCESSES = 2**20
+
+
+def world_size() -> int:
+    """Return how many processes train together: 1 without a launcher.
+
+    Raises:
+        ConfigError: WORLD_SIZE is no number of processes.
+    """
+    return _read("WORLD_SIZE", 1) if "WORLD_SIZE" in os.environ else 1
+
+
+def process_rank() -> int:
+    """Return the rank of this process: 0 without a launcher.
+
+    Raises:
+        ConfigError: RANK is no rank.
+    """
+    return _read("RANK", 0) if "RANK" in os.environ else 0
 
 
 def check_launcher() -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
 
 from loopformers.model.memory_check import check_fits
+from loopformers.training.launcher import world_size
 from loopformers.training.memory import (
     FLOAT,
     ActivationMode,
@@ -44,7 +44,7 @@ def check_memory(recipe: Recipe, config: LoopConfig, law: Law) -> None:
         ConfigError: It needs more memory than the machine, or the GPU, has altogether.
     """
     training = recipe.training
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = world_size()
     weights = config.num_parameters() * FLOAT
     state = 2 * weights + optimizer_state_bytes(config, recipe.optimizer)
     smaller = "give a smaller model (model.hidden_size, model.num_hidden_layers, model.vocab_size)"

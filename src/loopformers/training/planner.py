@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from loopformers.laws import LoopPlan
 from loopformers.limits import MAX_LOOPS
 from loopformers.schedule import Schedule
 from loopformers.training.calibration import Calibration, device_of
+from loopformers.training.launcher import world_size
 from loopformers.training.memory import (
     ActivationMode,
     MemoryPlan,
@@ -215,7 +215,7 @@ def make_plan(
     """
     config = plan_config(recipe) if config is None else config
     training = recipe.training
-    processes = int(os.environ.get("WORLD_SIZE", "1")) if num_processes is None else num_processes
+    processes = world_size() if num_processes is None else num_processes
     batch = Microbatch(
         windows=_windows(recipe, processes),
         seq_len=recipe.seq_len,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +43,7 @@ from loopformers.schedule import Schedule
 from loopformers.training.callbacks import BudgetValidationCallback
 from loopformers.training.engine import EngineSettings
 from loopformers.training.idle_fields import check_effects
+from loopformers.training.launcher import world_size
 from loopformers.training.memory_check import check_memory
 from loopformers.training.progress import ProgressListener
 from loopformers.training.recipe import ModelRecipe, Recipe, build_law, check_budgets
@@ -377,7 +377,7 @@ def build_arguments(recipe: Recipe) -> TrainingArguments:
         ConfigError: The batch does not divide among processes and microbatches.
     """
     training = recipe.training
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    num_processes = world_size()
     parts = num_processes * training.gradient_accumulation
     if training.batch_size % parts:
         raise ConfigError(

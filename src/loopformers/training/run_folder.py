@@ -18,6 +18,7 @@ from loopformers.folders import check_free, foreign_names
 from loopformers.readers import read_json
 from loopformers.records import make_record
 from loopformers.training.checkpoints import checkpoint_folders
+from loopformers.training.launcher import process_rank
 from loopformers.training.recipe import Recipe, differences
 from loopformers.training.recipe_file import load
 from loopformers.training.step_log import METRICS_FILE
@@ -98,7 +99,7 @@ def check_folder(recipe: Recipe, *, compare: bool = True) -> None:
         )
     if not folder.exists():
         return
-    if int(os.environ.get("RANK", "0")) == 0:  # the first process of a run owns its folder for all of them
+    if process_rank() == 0:  # the first process of a run owns its folder for all of them
         check_free(folder)
     if not (folder / RECIPE_FILE).exists():
         if foreign_names(folder):

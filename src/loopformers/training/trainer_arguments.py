@@ -14,6 +14,7 @@ from transformers import TrainingArguments, default_data_collator
 from loopformers.errors import ConfigError, DataError, check_count, shorten, unknown_name
 from loopformers.limits import MAX_SEED
 from loopformers.model.trunk import LoopedModel
+from loopformers.training.launcher import world_size
 
 __all__ = ["check_dataset", "check_parts", "collate_windows", "training_arguments"]
 
@@ -80,7 +81,7 @@ def training_arguments(
         "remove_unused_columns": False,
         "ddp_find_unused_parameters": False,
     }
-    if defaults["use_cpu"] and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if defaults["use_cpu"] and world_size() > 1:
         defaults["ddp_backend"] = "gloo"
     return TrainingArguments(output_dir=os.fspath(output_dir), **{**defaults, **overrides})
 
