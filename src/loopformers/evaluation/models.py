@@ -87,7 +87,8 @@ def load_any_model(
             raise
         except Exception as error:  # a damaged or hostile file makes transformers raise anything
             raise CheckpointError(_cannot_open(name, error)) from error
-    check_finite(name, model)
+    if not is_looped(model):  # ours has been checked while it was loaded
+        check_finite(name, model)
     gguf_file = path.name if is_gguf and tokenizer is None else None
     opened = open_tokenizer(tokenizer or source, gguf_file=gguf_file, remedy="name one with --tokenizer")
     check_tokenizer(model, opened, name)

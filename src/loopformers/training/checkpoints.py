@@ -109,6 +109,10 @@ def check_complete(checkpoint: str | os.PathLike[str]) -> int:
     Raises:
         CheckpointError: See `read_manifest`; or a file is missing or has another size.
     """
+    return _complete_manifest(checkpoint).step
+
+
+def _complete_manifest(checkpoint: str | os.PathLike[str]) -> Manifest:
     manifest = read_manifest(checkpoint)
     for name, (size, _) in (manifest.files or {}).items():
         path = Path(checkpoint) / name
@@ -120,7 +124,7 @@ def check_complete(checkpoint: str | os.PathLike[str]) -> int:
             raise CheckpointError(
                 f"{os.fspath(checkpoint)!r} is damaged: {name} has {found:,} bytes and was written with {size:,}"
             )
-    return manifest.step
+    return manifest
 
 
 def verify(checkpoint: str | os.PathLike[str]) -> Manifest:
@@ -131,8 +135,7 @@ def verify(checkpoint: str | os.PathLike[str]) -> Manifest:
     Raises:
         CheckpointError: See `check_complete`; or a file's content has changed, or cannot be read.
     """
-    check_complete(checkpoint)
-    manifest = read_manifest(checkpoint)
+    manifest = _complete_manifest(checkpoint)
     folder = Path(checkpoint)
     for name, expected in (manifest.files or {}).items():
         try:
