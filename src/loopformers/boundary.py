@@ -16,11 +16,11 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 
+from loopformers.environment import DEBUG
 from loopformers.errors import ConfigError, LoopformersError, first_line
 
 __all__ = [
     "BROKEN_PIPE",
-    "DEBUG_VARIABLE",
     "INTERRUPTED",
     "SUCCESS",
     "UNEXPECTED",
@@ -38,9 +38,6 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
 BROKEN_PIPE = 141
 """Exit code when the reader of our output has gone: 128 + SIGPIPE."""
-
-DEBUG_VARIABLE = "LOOPFORMERS_DEBUG"
-"""Environment variable; 1 shows tracebacks instead of one-line errors."""
 
 MAX_LINE = 2000
 """Longest error that is printed whole. A value of ten megabytes must not fill the terminal."""
@@ -131,7 +128,7 @@ def _end(error: BaseException) -> int:
         case BrokenPipeError():
             return _leave_pipes()
     known = _explain(error)
-    if os.environ.get(DEBUG_VARIABLE, "") not in ("", "0"):
+    if os.environ.get(DEBUG, "") not in ("", "0"):
         sys.stderr.write("".join(traceback.format_exception(error)))
     elif known is None:
         _say(f"error: unexpected {type(error).__name__}: {first_line(error)}; {_report(error)}")
@@ -168,9 +165,7 @@ def _explain_os_error(error: OSError) -> str | None:
     is_writing = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # writes carry no path
     place = " -> ".join(paths) or ("stdout, or a file that was being written" if is_writing else "")
     reason = error.strerror[:1].lower() + error.strerror[1:]
-    remedy = REMEDIES.get(
-        error.errno, f"fix this and run the same command again; {DEBUG_VARIABLE}=1 shows where it happened"
-    )
+    remedy = REMEDIES.get(error.errno, f"fix this and run the same command again; {DEBUG}=1 shows where it happened")
     return f"{place + ': ' if place else ''}{reason}; {remedy}"
 
 
@@ -197,7 +192,7 @@ def _report(error: BaseException) -> str:
             file.write("\n".join([*_circumstances(), "", *traceback.format_exception(error)]))
     except OSError as failure:
         reason = failure.strerror or first_line(failure)
-        return f"{blame}: report it with the traceback that {DEBUG_VARIABLE}=1 shows (no details file: {reason})"
+        return f"{blame}: report it with the traceback that {DEBUG}=1 shows (no details file: {reason})"
     return f"{blame}: report it with the details in {path}"
 
 

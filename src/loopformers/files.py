@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from loopformers.errors import WriteError
+from loopformers.errors import WriteError, first_line
 
 __all__ = ["PARTIAL", "write_whole", "writing"]
 
@@ -59,7 +59,7 @@ def writing(path: str | os.PathLike[str], *failures: type[Exception]) -> Iterato
     except WriteError:
         raise
     except kinds as cause:
-        reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
+        reason = getattr(cause, "strerror", None) or first_line(cause)
         error = WriteError(
             f"{os.fspath(path)!r} cannot be written ({reason}); free some space, or make sure that its folder exists and is "
             "writable"

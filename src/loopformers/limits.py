@@ -10,6 +10,7 @@ __all__ = [
     "MAX_BATCH",
     "MAX_BUDGETS",
     "MAX_CELLS",
+    "MAX_COUNT",
     "MAX_HEADS",
     "MAX_LAYERS",
     "MAX_LOOPS",
@@ -39,6 +40,9 @@ MAX_VOCABULARY = 2**31 - 1
 
 MAX_SEQ_LEN = 2**31 - 1
 """Tokens of a sequence, a context or a window."""
+
+MAX_COUNT = 2**31 - 1
+"""Of whatever has no ceiling of its own: tensors and files count no further everywhere."""
 
 MAX_BATCH = 2**24
 """Sequences at a time, beams, windows that are scored, and questions."""

@@ -9,12 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from loopformers.errors import ConfigError
-from loopformers.limits import MAX_SEED
+from loopformers.limits import MAX_COUNT, MAX_SEED
 
-__all__ = ["MAX_COUNT", "Parser", "count", "number", "seed"]
-
-MAX_COUNT = 2**31 - 1
-"""Largest count that a command takes, of tokens, windows, questions: tensors and files count no further everywhere."""
+__all__ = ["Parser", "count", "number", "seed"]
 
 MAX_SHOWN = 30
 """Characters of a number that an error quotes."""

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from loopformers.data.json_values import read_json_values
 from loopformers.data.sources import SourceFile
-from loopformers.data.unpack import open_unpacked, reading, regular_size
+from loopformers.data.unpack import not_utf8, open_unpacked, reading, regular_size
 from loopformers.errors import DataError
 
 __all__ = ["MAX_DOCUMENT_BYTES", "Document", "document_of", "no_column", "read_documents", "text_id"]
@@ -135,16 +135,8 @@ def _decoded(file: SourceFile, opened: BinaryIO) -> Iterator[str]:
             yield newlines.decode(decoder.decode(chunk, last), last)
         except UnicodeDecodeError as error:
             line += error.object[: error.start].count(b"\n")
-            raise _not_utf8(f"{file}, line {line},", error) from error
+            raise not_utf8(f"{file}, line {line},", error) from error
         line += chunk.count(b"\n")
-
-
-def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
-    found = error.object[error.start]
-    return DataError(
-        f"{where} is not UTF-8 text (byte 0x{found:02x}), and text must be UTF-8; convert the file, for example with "
-        "iconv -f LATIN1 -t UTF-8"
-    )
 
 
 # -- rows ------------------------------------------------------------------------------------------------------
@@ -196,7 +188,7 @@ def _pylist(file: SourceFile, batch: pa.RecordBatch, column: str | None) -> list
     try:
         return list(batch.column(batch.schema.names.index(column)).to_pylist())
     except UnicodeDecodeError as error:
-        raise _not_utf8(f"{file}, column {column!r},", error) from error
+        raise not_utf8(f"{file}, column {column!r},", error) from error
 
 
 def _parquet_batches(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, BinaryIO, NamedTuple
 
+from loopformers.data.unpack import not_utf8
 from loopformers.errors import DataError
 
 __all__ = ["JsonValue", "read_json_values"]
@@ -88,10 +89,7 @@ def _decode(data: bytes, name: str, number: int) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = number + data[: error.start].count(b"\n")
-        raise DataError(
-            f"{name}, line {line}, is not UTF-8 text (byte 0x{data[error.start]:02x}), and text must be UTF-8; convert the "
-            "file, for example with iconv -f LATIN1 -t UTF-8"
-        ) from error
+        raise not_utf8(f"{name}, line {line},", error) from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

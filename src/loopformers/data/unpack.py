@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from loopformers.errors import DataError
+from loopformers.errors import DataError, first_line
 
-__all__ = ["MAX_EXPANSION", "open_unpacked", "reading", "regular_size"]
+__all__ = ["MAX_EXPANSION", "not_utf8", "open_unpacked", "reading", "regular_size"]
 
 MAX_EXPANSION = 200
 """How many times its own size a compressed file may grow. Prose grows 3 to 6 times, logs perhaps 30 times."""
@@ -55,8 +55,20 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _damaged(name: str, error: BaseException) -> DataError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    return DataError(f"{name} is damaged or incomplete ({reason}); fetch or write it again")
+    return DataError(f"{name} is damaged or incomplete ({first_line(error)}); fetch or write it again")
+
+
+def not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
+    """The error for text in another encoding.
+
+    Args:
+        where: File and line or column, with a comma behind it.
+        error: Names the byte.
+    """
+    return DataError(
+        f"{where} is not UTF-8 text (byte 0x{error.object[error.start]:02x}), and text must be UTF-8; convert the file, for "
+        "example with iconv -f LATIN1 -t UTF-8"
+    )
 
 
 def regular_size(path: Path) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from loopformers.errors import CheckpointError, ConfigError, LoopformersError, first_line, shorten, unknown_name
 from loopformers.files import writing
+from loopformers.limits import MAX_COUNT
 from loopformers.model.config import LoopConfig
 from loopformers.model.modeling import LoopedForCausalLM
 from loopformers.model.official_files import LOOPFORMER_SYSTEMS, read_official
@@ -59,9 +60,6 @@ LOOPFORMER_RULES: Rules = [
     (r"time_embedder\.mlp\.(\d)\.(weight|bias)", r"model.conditioning.time_embedder.\1.\2"),
     (r"dt_embedder\.mlp\.(\d)\.(weight|bias)", r"model.conditioning.step_embedder.\1.\2"),
 ]
-
-MAX_COUNT = 2**31 - 1
-"""Larger than any size of any model; what lies above it is damaged or hostile."""
 
 MANY_LAYERS = 256
 

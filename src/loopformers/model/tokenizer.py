@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopformers.errors import CheckpointError, ConfigError
+from loopformers.errors import CheckpointError, ConfigError, first_line, shorten
 from loopformers.model.quiet import quiet_transformers
 from loopformers.readers import read_json
 
@@ -78,14 +78,14 @@ def open_tokenizer(
         ) as cause:  # parsers raise errors without a common base, and a panic of Rust is no Exception
             if isinstance(cause, OSError) and not is_folder:
                 raise CheckpointError(
-                    f"{name} holds no tokenizer that opens ({_first_line(cause)}); {remedy}"
+                    f"{name} holds no tokenizer that opens ({first_line(cause)}); {remedy}"
                 ) from cause
             if "trust_remote_code" in str(cause):
                 raise _own_code(name, remedy) from cause
             for file in (folder / TOKENIZER_JSON, folder / "config.json"):  # transformers reads both, and names neither
                 if is_folder and file.exists():
                     _read(file, name, remedy)
-            raise CheckpointError(f"the tokenizer in {name} does not load: {_first_line(cause)}; {remedy}") from cause
+            raise CheckpointError(f"the tokenizer in {name} does not load: {first_line(cause)}; {remedy}") from cause
     if _asks_for_code(getattr(tokenizer, "init_kwargs", {}).get("auto_map")):
         raise _own_code(name, remedy)
     if known == 0:
@@ -175,7 +175,7 @@ def _check_folder(folder: Path, remedy: str) -> None:
             rule = _rule(field) if file.name != "added_tokens.json" else ADDED_TOKEN
             if rule is not None and not rule[0](value):
                 raise CheckpointError(
-                    f"the tokenizer in {folder} does not load: {field}={_short(value)} in {file} must be {rule[1]}; {remedy}"
+                    f"the tokenizer in {folder} does not load: {field}={shorten(value)} in {file} must be {rule[1]}; {remedy}"
                 )
 
 
@@ -248,12 +248,3 @@ def _ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
 
 def _name(tokenizer: Any) -> str:
     return getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -27,6 +27,7 @@ from typing import Any
 from loopformers.errors import ConfigError, check_count
 from loopformers.files import write_whole
 from loopformers.folders import foreign_names, owned
+from loopformers.limits import MAX_SEED
 from loopformers.readers import read_json
 from loopformers.records import make_record
 from loopformers.studies.workers import Emit, Failed, TaskEvent, run_tasks
@@ -96,8 +97,7 @@ class QuickstartSettings:
                 check_count(name, number)
         if self.seq_len < 2:
             raise ConfigError(f"seq_len={self.seq_len} leaves no token to predict; use at least 2")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed={self.seed!r} must be a whole number from 0 to {2**32 - 1}")
+        check_count("seed", self.seed, at_least=0, at_most=MAX_SEED)
         if not self.systems or len(set(self.systems)) < len(self.systems):
             raise ConfigError(f"systems={self.systems} must name at least one preset, each once")
 

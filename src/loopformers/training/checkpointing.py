@@ -18,7 +18,7 @@ from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME as OPTIMIZER_FILE
 from transformers.trainer import SCHEDULER_NAME as SCHEDULER_FILE
 
-from loopformers.errors import CheckpointError, CheckpointWarning, ConfigError, LoopformersError
+from loopformers.errors import CheckpointError, CheckpointWarning, ConfigError, LoopformersError, first_line
 from loopformers.files import write_whole
 from loopformers.training.checkpoints import (
     ASIDE,
@@ -309,8 +309,7 @@ def _reading(checkpoint: str | os.PathLike[str] | None, part: str) -> Iterator[N
     except Exception as error:  # unpickling raises anything
         if checkpoint is None:
             raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{os.fspath(checkpoint)!r} cannot be continued: {part} cannot be read or do not fit this run ({reason}); restore "
-            "the checkpoint, or resume from an earlier one"
+            f"{os.fspath(checkpoint)!r} cannot be continued: {part} cannot be read or do not fit this run "
+            f"({first_line(error)}); restore the checkpoint, or resume from an earlier one"
         ) from error
