@@ -17,6 +17,7 @@ from loopformers import folders
 from loopformers.errors import ConfigError, LoopformersError, WriteError
 from loopformers.files import write_whole, writing
 from loopformers.folders import check_free, foreign_names, owned, sweep, write_together
+from tests.children import KILLED, killed_at_rename
 
 OWN_AND_WAIT = """
 import sys
@@ -228,20 +229,12 @@ FILES = {"a.csv": "1,2\n", "a.svg": "<svg/>", "a.json": "{}"}
 def test_a_result_that_is_cut_off_at_any_rename_is_cleaned_by_the_next_owner(tmp_path: Path, kill: int) -> None:
     """The first rename puts the journal into place, the others a file each."""
     (tmp_path / "notes.txt").touch()
-    child = os.fork()
-    if not child:
-        replace, calls = os.replace, iter(range(1, 99))
 
-        def replace_or_die(source: Any, target: Any) -> None:
-            if next(calls) == kill:
-                os._exit(7)
-            replace(source, target)
-
-        os.replace = replace_or_die
+    def write() -> None:
         with owned(tmp_path):
             write_together(tmp_path, FILES)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+    assert killed_at_rename(kill, write) == KILLED
     assert len(os.listdir(tmp_path)) > 1
     assert not (tmp_path / "a.json").exists()
     with owned(tmp_path):

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from loopformers.errors import CheckpointError, CheckpointWarning, ConfigError
+from loopformers.errors import CheckpointError, CheckpointWarning
 from loopformers.folders import owned
 from loopformers.model.replacing import replaced_folder
+from tests.children import KILLED, REFUSED, exit_code_of, start_elsewhere
 
 CONFIG = '{"model_type": "loopformers"}'
 
@@ -112,14 +113,7 @@ def test_a_file_is_not_replaced(source: Path, tmp_path: Path) -> None:
 def test_a_model_that_a_command_is_writing_to_is_not_replaced(source: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "out", "old")
     with owned(tmp_path / "out"):
-        child = os.fork()
-        if not child:
-            try:
-                replace(tmp_path / "out", source)
-            except ConfigError as error:
-                os._exit(5 if "is in use by process" in str(error) else 6)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+        assert start_elsewhere(lambda: replace(tmp_path / "out", source)) == REFUSED
     assert weights_of(tmp_path / "out") == "old"
 
 
@@ -143,8 +137,8 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_model(
 ) -> None:
     """Before the old model goes, between the two renames, and before what was replaced is deleted."""
     out = make_model(tmp_path / "out", "old")
-    child = os.fork()
-    if not child:
+
+    def die() -> None:
         calls = iter(range(1, 9))
 
         def or_die(do: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,15 +146,15 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_model(
                 if str(args[0]).endswith("/converted") and "rmtree" in do.__name__:
                     return None  # cleaning before the work begins
                 if next(calls) == kill:
-                    os._exit(7)
+                    os._exit(KILLED)
                 return do(*args, **kwargs)
 
             return step
 
         os.replace, shutil.rmtree = or_die(os.replace), or_die(shutil.rmtree)  # type: ignore[assignment]
         replace(out, source)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+    assert exit_code_of(die) == KILLED
     assert out.exists() is (kill != 2)
     if kill == 2:
         with (
@@ -183,13 +177,6 @@ def test_what_an_earlier_version_left_is_found(source: Path, tmp_path: Path) -> 
 
 def test_two_conversions_into_one_folder_do_not_meet(source: Path, tmp_path: Path) -> None:
     with replaced_folder(tmp_path / "out", source, overwrite=False) as aside:
-        child = os.fork()
-        if not child:
-            try:
-                replace(tmp_path / "out", source)
-            except ConfigError as error:
-                os._exit(5 if "is in use by process" in str(error) else 6)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+        assert start_elsewhere(lambda: replace(tmp_path / "out", source)) == REFUSED
         make_model(aside, "first")
     assert weights_of(tmp_path / "out") == "first"

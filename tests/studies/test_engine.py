@@ -16,6 +16,7 @@ from loopformers.studies.engine import open_study, read_study, run_study
 from loopformers.studies.grid import Cell, Grid, expand_grid
 from loopformers.studies.results import CellResult
 from loopformers.studies.workers import Emit, Reported
+from tests.children import REFUSED, start_elsewhere
 
 
 @pytest.fixture
@@ -164,17 +165,10 @@ def test_a_study_that_is_running_cannot_be_started_again(grid: Grid, tmp_path: P
     def start_again(event: Any) -> None:
         if refused or not isinstance(event, Reported):
             return
-        child = os.fork()
-        if not child:
-            try:
-                run_study(grid, tmp_path / "study", jobs=1)
-            except ConfigError as error:
-                os._exit(5 if f"in use by process {os.getppid()} on " in str(error) else 6)
-            os._exit(0)
-        refused.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        refused.append(start_elsewhere(lambda: run_study(grid, tmp_path / "study", jobs=1)))
 
     study = run_study(grid, tmp_path / "study", jobs=1, on_event=start_again)
-    assert refused == [5]
+    assert refused == [REFUSED]
     assert study.missing == ()
     assert not list((tmp_path / "study").glob(".*"))
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from loopformers.training.recipe_file import load
 from loopformers.training.run import prepare
 from loopformers.training.run_folder import read_result, versions
 from loopformers.training.step_log import StepLog
+from tests.children import KILLED, REFUSED, killed_at_rename, start_elsewhere
 
 
 def change(recipe: Recipe, section: str, **fields: Any) -> Recipe:
@@ -241,22 +241,15 @@ def test_a_model_divided_over_two_processes_trains_as_one(recipe: Recipe, tmp_pa
 
 
 def test_a_second_start_is_refused_at_once_and_changes_nothing(recipe: Recipe) -> None:
-    refused: list[str] = []
+    refused: list[int] = []
 
     def start_again(progress: Any) -> None:
         if progress.step != 2:
             return
-        child = os.fork()
-        if not child:
-            try:
-                prepare(recipe)
-            except ConfigError as error:
-                os._exit(5 if f"in use by process {os.getppid()} on " in str(error) else 6)
-            os._exit(0)
-        refused.append(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        refused.append(start_elsewhere(lambda: prepare(recipe)))
 
     prepare(recipe).train(on_progress=start_again)
-    assert refused == ["5"]
+    assert refused == [REFUSED]
     assert [record["step"] for record in records(recipe)] == [1, 2, 3, 4, 5, 6, 7]
     assert not list(folder_of(recipe).glob(".*")), "the lock goes with its owner"
 
@@ -265,20 +258,12 @@ def test_a_second_start_is_refused_at_once_and_changes_nothing(recipe: Recipe) -
 def test_a_claim_that_is_killed_blocks_neither_the_run_nor_another_recipe(recipe: Recipe, kill: int) -> None:
     """At the rename of each file of the claim: the recipe, the versions and the text's fingerprints."""
     run = prepare(recipe)
-    child = os.fork()
-    if not child:
-        replace, calls = os.replace, iter(range(1, 9))
 
-        def replace_or_die(source: Any, target: Any) -> None:
-            if next(calls) == kill:
-                os._exit(7)
-            replace(source, target)
-
-        os.replace = replace_or_die
+    def claim() -> None:
         with owned(run.folder):
             run._claim()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+    assert killed_at_rename(kill, claim) == KILLED
     assert len(list(folder_of(recipe).glob(".*.partial"))) == 1
     other = change(recipe, "training", steps=1, seed=11)
     prepare(other).train()
